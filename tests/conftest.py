@@ -1,0 +1,43 @@
+"""Real parts for every test: a nats-server for the session, a bus on streams of its own for each test."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+from rollyard.pipeline.blobs import BlobStore
+from rollyard.pipeline.bus import Bus
+from rollyard.pipeline.embedded import EmbeddedNats, nats_server
+from rollyard.pipeline.streams import ensure
+
+# The machines of CI are shared: how long an example takes says nothing.
+settings.register_profile("rollyard", deadline=None)
+settings.load_profile("rollyard")
+
+
+@pytest.fixture
+async def nats(tmp_path: Path) -> AsyncIterator[EmbeddedNats]:
+    """A nats-server with an empty store."""
+    async with nats_server(tmp_path / "nats") as server:
+        yield server
+
+
+@pytest.fixture
+async def bus(nats: EmbeddedNats, tmp_path: Path) -> AsyncIterator[Bus]:
+    """A connection to it, with every stream made and a blob store."""
+    async with Bus.connect(nats.url, name="test", blobs=BlobStore(tmp_path / "blobs")) as connection:
+        assert await ensure(connection) == []
+        yield connection
+
+
+def need(present: bool, what: str, mend: str) -> None:
+    """Skip where a service is missing; fail in CI, where it must be there."""
+    if not present:
+        message = f"{what} is missing: {mend}"
+        if os.environ.get("CI"):
+            pytest.fail(message)
+        pytest.skip(message)
