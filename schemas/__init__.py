@@ -1,0 +1,1 @@
+"""What crosses a process boundary: records, subject names, errors. Imports msgspec only."""

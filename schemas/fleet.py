@@ -1,0 +1,89 @@
+"""What processes tell each other about themselves: leases, model servers, policy versions, cancels."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from rollyard.schemas.task import SCHEMA_VERSION
+
+
+class Lease(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A process or place is alive; renewed well within `lease_s`. A value of `nodes` or `gateways`.
+
+    Readers measure the age of a lease by their own clock, from the moment at which they saw it change.
+    """
+
+    owner: Annotated[str, Meta(description="place or gateway incarnation")]
+    lease_s: Annotated[float, Meta(gt=0, description="seconds after which it is dead when not renewed")]
+    renewal: Annotated[int, Meta(description="counts up at each renewal")] = 0
+    url: Annotated[str, Meta(description="base URL of a gateway; empty for a place")] = ""
+    schema_version: int = SCHEMA_VERSION
+
+
+class LlmServer(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A model server of the pool; a value of `llm_servers`."""
+
+    server_id: str
+    url: Annotated[str, Meta(description="base URL without /v1, for example http://127.0.0.1:8000")]
+    engine: Annotated[Literal["llamacpp", "vllm", "openai"], Meta(description="which adapter speaks to it")]
+    model: Annotated[str, Meta(description="name under which agents ask for it")] = "default"
+    upstream_model: Annotated[str, Meta(description="name that the server knows; empty: `model`")] = ""
+    tokenizer: Annotated[str, Meta(description="path of tokenizer.json or GGUF; needed in tokens mode")] = ""
+    mode: Annotated[Literal["tokens", "capture"], Meta(description="who tokenises: gateway or server")] = "capture"
+    api_key_env: Annotated[str, Meta(description="environment variable of the gateway that holds the key")] = ""
+    policy_version: Annotated[int | None, Meta(description="weights it serves; null: not known")] = None
+    max_context: Annotated[int, Meta(description="tokens of prompt and reply together; 0: not known")] = 0
+    logprob_kind: Annotated[Literal["raw", "processed", "unknown"], Meta(description="what its logprobs mean")] = (
+        "unknown"
+    )
+    trainable: Annotated[bool, Meta(description="whether it returns token ids; set by the probe")] = True
+    schema_version: int = SCHEMA_VERSION
+
+
+class PolicyVersion(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The trainer's announcement of its newest weights; a value of `policy`."""
+
+    run: str
+    version: int
+    at_ms: int = 0
+    schema_version: int = SCHEMA_VERSION
+
+
+class Cancel(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A run, task or rollout is to end; a value of `cancel`."""
+
+    reason: str = "cancelled by the user"
+    at_ms: int = 0
+    schema_version: int = SCHEMA_VERSION
+
+
+class DeadLetter(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A message that could not be worked on, kept in DEAD for people."""
+
+    stage: str
+    run: str
+    subject: str
+    reason: str
+    body: Annotated[bytes, Meta(description="the message as it was")] = b""
+    rollout_id: str = ""
+    at_ms: int = 0
+    schema_version: int = SCHEMA_VERSION
+
+
+class Run(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A training run or experiment; a value of `runs`."""
+
+    run: str
+    created_ms: int = 0
+    training: Annotated[bool, Meta(description="refuse servers that return no token ids")] = True
+    schema_version: int = SCHEMA_VERSION
+
+
+class ClosedSession(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The gateway answers 410 to this session from now on; a value of `sessions`, whose presence is what counts."""
+
+    reason: str = "the attempt has ended"
+    at_ms: int = 0
+    schema_version: int = SCHEMA_VERSION

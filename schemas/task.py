@@ -1,0 +1,106 @@
+"""What a trainer publishes: a task, with its agent, sandbox and evaluation settings."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct, json, structs
+
+from rollyard.schemas.subjects import MAX_ID_CHARS, digest
+
+SCHEMA_VERSION = 1
+MAX_PROMPT_BYTES = 10_000_000
+MAX_GROUP_SIZE = 4096
+
+Seconds = Annotated[float, Meta(gt=0, le=7 * 86_400)]
+Name = Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS)]
+
+
+class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Sampling parameters. What the agent's own request says is overridden by what is set here."""
+
+    temperature: Annotated[float, Meta(ge=0, le=10, description="softmax temperature; null: the agent's")] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1, description="nucleus mass; null: the agent's, else 1")] | None = None
+    top_k: Annotated[int, Meta(ge=0, description="0 switches it off; null: the agent's, else 0")] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1, description="0 switches it off; null: the agent's, else 0")] | None = None
+    max_tokens: Annotated[int, Meta(ge=1, description="tokens a reply may have; null: the agent's")] | None = None
+    stop: Annotated[tuple[str, ...], Meta(max_length=16, description="further stop strings")] = ()
+    seed: (
+        Annotated[int, Meta(ge=0, description="base seed, mixed with rollout and turn; null: the server's choice")]
+        | None
+    ) = None
+
+
+class AgentSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Which agent works on the task, and within which limits."""
+
+    harness: Annotated[Name, Meta(description="name of a harness, or `package.module:Class`")] = "ask"
+    model: Annotated[Name, Meta(description="name of a served model, as the gateways know it")] = "default"
+    sampling: Annotated[Sampling, Meta(description="sampling parameters of every call")] = Sampling()
+    max_calls: Annotated[int, Meta(ge=1, description="model calls an attempt may make; null: no limit")] | None = None
+    max_tokens: Annotated[int, Meta(ge=1, description="sampled tokens of all calls; null: no limit")] | None = None
+    args: Annotated[dict[str, Any], Meta(description="options of the harness")] = {}
+
+
+class SandboxSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Where the agent works, and what it finds there."""
+
+    backend: Annotated[Name, Meta(description="pool that makes the sandbox")] = "local"
+    files: Annotated[dict[str, str], Meta(description="path inside the working directory -> UTF-8 content")] = {}
+    setup: Annotated[tuple[str, ...], Meta(description="shell commands run in the working directory by INIT")] = ()
+    env: Annotated[dict[str, str], Meta(description="environment of setup, agent and evaluation command")] = {}
+    repository: Annotated[str | None, Meta(description="a repository to clone; not supported yet")] = None
+
+
+class EvaluationSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How the reward is made."""
+
+    rule: Annotated[Name, Meta(description="name of an evaluation rule")] = "none"
+    args: Annotated[dict[str, Any], Meta(description="arguments of the rule")] = {}
+
+
+class Timeouts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Wall-clock limits of one attempt, each for one stage, in seconds. Waiting for a stage does not count."""
+
+    init_s: Seconds = 300.0
+    run_s: Seconds = 900.0
+    eval_s: Seconds = 300.0
+
+
+class Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One prompt with its settings, and how many rollouts it wants. Only `prompt` is required."""
+
+    prompt: Annotated[str, Meta(min_length=1, description="what the agent is asked, at most 10 MB of UTF-8")]
+    id: Annotated[str, Meta(max_length=MAX_ID_CHARS, description="unique in the run; empty: made from the content")] = (
+        ""
+    )
+    agent: AgentSpec = AgentSpec()
+    sandbox: SandboxSpec = SandboxSpec()
+    evaluation: EvaluationSpec = EvaluationSpec()
+    group_size: Annotated[
+        int, Meta(ge=1, le=MAX_GROUP_SIZE, description="rollouts of this task; together they are a group")
+    ] = 1
+    timeouts: Timeouts = Timeouts()
+    max_attempts: Annotated[int, Meta(ge=1, le=100, description="tries at each rollout, the first included")] = 3
+    metadata: Annotated[dict[str, Any], Meta(description="the user's own; comes back on every sample")] = {}
+    schema_version: Annotated[int, Meta(ge=1, description="version of this record")] = SCHEMA_VERSION
+
+    def content_hash(self) -> str:
+        """A digest of everything but the id, independent of key order and of defaults left out."""
+        content = {name: getattr(self, name) for name in self.__struct_fields__ if name != "id"}
+        return digest(json.encode(content, order="sorted"), chars=32)
+
+    def with_id(self) -> Task:
+        """This task with an id: its own, else `t-` and the start of its content hash."""
+        return self if self.id else structs.replace(self, id="t-" + self.content_hash()[:16])
+
+
+class TaskProgress(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How far a task is; a value of the `tasks` bucket."""
+
+    content_hash: Annotated[str, Meta(description="Task.content_hash() of the accepted task")]
+    group_size: Annotated[int, Meta(description="rollouts of the task")]
+    progress: Annotated[str, Meta(description="admitting, fanned_out or closed")] = "admitting"
+    task_id: Annotated[str, Meta(description="the user's id")] = ""
+    run: Annotated[str, Meta(description="the run's name")] = ""
+    schema_version: int = SCHEMA_VERSION
