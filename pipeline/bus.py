@@ -1,0 +1,407 @@
+"""The bus: one connection to NATS JetStream, with the few operations that Rollyard builds on.
+
+`publish`, `create` (once), `compare_and_set`, `last`, `read`. Every write that ends in a timeout is settled by reading
+back who wrote what stands there: a refusal may be caused by one's own stored message. Contract: docs/architecture.md
+section 4; what JetStream and nats-py do under faults was measured before this was written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from typing import Any, Final
+
+import msgspec
+import nats.errors
+import structlog
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+
+from rollyard.pipeline.blobs import BlobStore
+from rollyard.pipeline.inflight import ByteBudget
+from rollyard.pipeline.replies import Replies
+from rollyard.schemas import subjects
+from rollyard.schemas.errors import BusError, BusFull, Conflict, TooLarge
+
+log = structlog.get_logger(__name__)
+
+INLINE_MAX_BYTES: Final = 512 * 1024
+IN_FLIGHT_MAX_BYTES: Final = 2_000_000
+REQUEST_TIMEOUT_S: Final = 5.0
+WRITE_TRIES: Final = 12
+PAGE_MESSAGES: Final = 256
+WRITER_HEADER: Final = "Rollyard-Writer"
+BLOB_HEADER: Final = "Rollyard-Blob"
+EXPECTED_SEQ_HEADER: Final = "Nats-Expected-Last-Subject-Sequence"
+MSG_ID_HEADER: Final = "Nats-Msg-Id"
+
+_WRONG_SEQUENCE: Final = {10070, 10071, 10164}
+_FULL: Final = {10023, 10025, 10047, 10072, 10077, 10122}
+_NOT_FOUND: Final = {10037, 10059}
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A message as it stands in a stream; `data` is the body itself, also where the stream holds a pointer."""
+
+    stream: str
+    subject: str
+    seq: int
+    time_ms: int
+    data: bytes
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+class _ApiError(msgspec.Struct):
+    code: int = 0
+    err_code: int = 0
+    description: str = ""
+
+
+class _PubAck(msgspec.Struct):
+    stream: str = ""
+    seq: int = 0
+    duplicate: bool = False
+    error: _ApiError | None = None
+
+
+class _RawMessage(msgspec.Struct):
+    subject: str
+    seq: int
+    time: str
+    data: bytes = b""
+    hdrs: bytes = b""
+
+
+class _GetReply(msgspec.Struct):
+    message: _RawMessage | None = None
+    error: _ApiError | None = None
+
+
+_pub_ack = msgspec.json.Decoder(_PubAck)
+_get_reply = msgspec.json.Decoder(_GetReply)
+
+
+class Bus:
+    """A connection that reconnects for ever. Make one with `async with Bus.connect(url, name=...) as bus`."""
+
+    def __init__(self, client: Client, blobs: BlobStore | None) -> None:
+        self.client = client
+        self.blobs = blobs
+        self.closed = asyncio.Event()
+        self.on_reconnect: set[Callable[[], None]] = set()
+        self._closing = False
+        self._replies = Replies(client)
+        self._budget = ByteBudget(IN_FLIGHT_MAX_BYTES)
+
+    @classmethod
+    @asynccontextmanager
+    async def connect(
+        cls, url: str, *, name: str, blobs: BlobStore | None = None, wait_s: float = 5.0
+    ) -> AsyncIterator[Bus]:
+        """Connect; the first connection may take up to `wait_s`. Raises BusError when there is no server by then."""
+        client = Client()
+        bus = cls(client, blobs)
+        await bus._open(url, name, wait_s)
+        try:
+            yield bus
+        finally:
+            bus._closing = True
+            with suppress(nats.errors.Error, TimeoutError, OSError):
+                await client.flush(timeout=2)
+            await client.close()
+
+    async def _open(self, url: str, name: str, wait_s: float) -> None:
+        last_error: Exception | None = None
+
+        async def on_error(error: Exception) -> None:
+            nonlocal last_error
+            last_error = error
+            log.debug("bus_error", error=repr(error))
+
+        async def on_disconnect() -> None:
+            if not self._closing:
+                log.warning("bus_disconnected", url=url)
+
+        async def on_reconnect() -> None:
+            log.info("bus_reconnected", url=url)
+            for listener in list(self.on_reconnect):
+                listener()
+
+        async def on_close() -> None:
+            self.closed.set()
+
+        deadline = time.monotonic() + wait_s
+        while True:
+            try:
+                await self.client.connect(
+                    url,
+                    name=name,
+                    error_cb=on_error,
+                    disconnected_cb=on_disconnect,
+                    reconnected_cb=on_reconnect,
+                    closed_cb=on_close,
+                    allow_reconnect=False,
+                    connect_timeout=2,
+                    max_reconnect_attempts=1,
+                    reconnect_time_wait=0,
+                    ping_interval=15,
+                    pending_size=64 * 1024 * 1024,
+                )
+            except (OSError, TimeoutError, nats.errors.Error) as error:
+                if time.monotonic() >= deadline:
+                    raise BusError(
+                        f"cannot reach NATS at {url}: {last_error or error!r}",
+                        hint="start one with `rollyard up`, or set [nats] url",
+                    ) from error
+                await asyncio.sleep(0.2)
+                continue
+            # The first connection must fail in bounded time, later ones may take for ever.
+            self.client.options["allow_reconnect"] = True
+            self.client.options["max_reconnect_attempts"] = -1
+            self.client.options["reconnect_time_wait"] = 0.5
+            await self._replies.start()
+            return
+
+    # --- requests ---
+
+    async def request(
+        self, subject: str, data: bytes = b"", *, headers: dict[str, str] | None = None, timeout_s: float = 0
+    ) -> Msg:
+        """One request to the server or to a service. Raises BusError when no answer comes or nobody listens."""
+        try:
+            reply = await self._replies.ask(subject, data, headers, timeout_s or REQUEST_TIMEOUT_S)
+        except (nats.errors.Error, OSError) as error:
+            raise BusError(f"the bus refused a request: {error!r}", hint="see the log of nats-server") from error
+        if reply.headers and reply.headers.get("Status") == "503":
+            raise BusError(f"nobody answers on {subject}", hint="is JetStream enabled, and does the stream exist?")
+        return reply
+
+    async def api(self, call: str, body: Any = None) -> dict[str, Any]:
+        """A JetStream API call, `$JS.API.<call>`, with a JSON body. Raises BusError with the server's own words."""
+        data = msgspec.json.encode(body) if body is not None else b""
+        reply = await self.request(f"$JS.API.{call}", data)
+        answer: dict[str, Any] = msgspec.json.decode(reply.data)
+        if "error" in answer:
+            raise _api_error(msgspec.convert(answer["error"], _ApiError), call)
+        return answer
+
+    async def stream_info(self, stream: str) -> dict[str, Any]:
+        """Configuration and state of a stream."""
+        return await self.api(f"STREAM.INFO.{stream}")
+
+    async def subjects(self, stream: str, subject_filter: str) -> dict[str, int]:
+        """How many messages each subject under a filter holds."""
+        found: dict[str, int] = {}
+        while True:
+            body = {"subjects_filter": subject_filter, "offset": len(found)}
+            info = await self.api(f"STREAM.INFO.{stream}", body)
+            page: dict[str, int] = info["state"].get("subjects") or {}
+            found.update(page)
+            if not page or len(found) >= info.get("total", len(found)):
+                return found
+
+    # --- writing ---
+
+    async def publish(self, subject: str, data: bytes, *, msg_id: str | None = None) -> int:
+        """Store a message and return its sequence.
+
+        With `msg_id` a timeout is retried, since the server drops what it has; without, the caller decides.
+        Raises BusFull when a limit of the stream or store is reached, TooLarge, BusError.
+        """
+        headers = {MSG_ID_HEADER: msg_id} if msg_id else {}
+        body = await self._claim_check(data, headers)
+        for left in reversed(range(WRITE_TRIES if msg_id else 1)):
+            try:
+                return await self._write(subject, body, headers)
+            except (BusFull, Conflict, TooLarge):
+                raise
+            except BusError:
+                if not left or self.closed.is_set():
+                    raise
+                await asyncio.sleep(0.1)
+        raise AssertionError("unreachable")
+
+    async def create(self, subject: str, data: bytes) -> tuple[int, bool]:
+        """Create once: the first writer wins for as long as its message is stored.
+
+        Returns (sequence of what stands there, whether this call wrote it). Raises BusFull, TooLarge, BusError.
+        """
+        try:
+            return await self.compare_and_set(subject, data, 0), True
+        except Conflict:
+            standing = await self.last(subject)
+            if standing is None:
+                raise BusError(f"{subject} existed and is gone: purged while somebody could create it") from None
+            return standing.seq, False
+
+    async def compare_and_set(self, subject: str, data: bytes, expected_seq: int) -> int:
+        """Store a message if the newest one of its subject has `expected_seq` (0: none); returns the new sequence.
+
+        Raises Conflict when another one stands there, BusFull, TooLarge, BusError.
+        """
+        writer = secrets.token_hex(8)
+        headers = {EXPECTED_SEQ_HEADER: str(expected_seq), WRITER_HEADER: writer}
+        body = await self._claim_check(data, headers)
+        for left in reversed(range(WRITE_TRIES)):
+            try:
+                return await self._write(subject, body, headers)
+            except (BusFull, TooLarge):
+                raise
+            except BusError as error:
+                if self.closed.is_set():
+                    raise
+                settled = await self._settle(subject, writer, expected_seq, error)
+                if settled:
+                    return settled
+                if not left:
+                    raise
+                await asyncio.sleep(0.1)
+        raise AssertionError("unreachable")
+
+    async def _settle(self, subject: str, writer: str, expected_seq: int, error: BusError) -> int:
+        """After a failed write: the sequence if it was stored after all, 0 if it may be tried again, else Conflict."""
+        try:
+            standing = await self.last(subject)
+        except BusError:
+            return 0
+        if standing is not None and standing.headers.get(WRITER_HEADER) == writer:
+            return standing.seq
+        if (standing.seq if standing else 0) != expected_seq:
+            raise Conflict(f"{subject} is not at sequence {expected_seq} any more") from error
+        return 0
+
+    async def _write(self, subject: str, body: bytes, headers: dict[str, str]) -> int:
+        async with self._budget.claim(len(body) + 256):
+            reply = await self.request(subject, body, headers=headers or None)
+        ack = _pub_ack.decode(reply.data)
+        if ack.error is not None:
+            raise _api_error(ack.error, subject)
+        return ack.seq
+
+    async def _claim_check(self, data: bytes, headers: dict[str, str]) -> bytes:
+        if len(data) <= INLINE_MAX_BYTES:
+            return data
+        if self.blobs is None:
+            raise TooLarge(
+                f"a message of {len(data)} bytes is over the {INLINE_MAX_BYTES} that go inline",
+                hint="configure [store] blobs, a folder that every role can read",
+            )
+        headers[BLOB_HEADER] = await asyncio.to_thread(self.blobs.put, data)
+        return b""
+
+    # --- reading ---
+
+    async def last(self, subject: str) -> Stored | None:
+        """The newest message of a subject, from the stream's leader: it sees every acknowledged write."""
+        return await self._get(subjects.stream_of(subject), {"last_by_subj": subject})
+
+    async def get(self, stream: str, seq: int) -> Stored | None:
+        """The message with that sequence, from the leader, or None."""
+        return await self._get(stream, {"seq": seq})
+
+    async def _get(self, stream: str, query: dict[str, Any]) -> Stored | None:
+        reply = await self.request(f"$JS.API.STREAM.MSG.GET.{stream}", msgspec.json.encode(query))
+        found = _get_reply.decode(reply.data)
+        if found.error is not None:
+            if found.error.err_code in _NOT_FOUND:
+                return None
+            raise _api_error(found.error, stream)
+        assert found.message is not None
+        raw = found.message
+        return await self.resolve(
+            Stored(stream, raw.subject, raw.seq, _unix_ms(raw.time), raw.data, parse_headers(raw.hdrs))
+        )
+
+    async def read(
+        self, stream: str, subject_filter: str, *, start_seq: int = 1, until_seq: int | None = None
+    ) -> AsyncIterator[Stored]:
+        """What a stream holds now under a filter, in order, by batched direct get.
+
+        In a cluster any replica may answer, and lag: a caller that knows a sequence which must be there checks for it.
+        """
+        seq = start_seq
+        while until_seq is None or seq <= until_seq:
+            query = {"seq": seq, "next_by_subj": subject_filter, "batch": PAGE_MESSAGES, "max_bytes": 4_000_000}
+            page = await self._replies.ask_many(
+                f"$JS.API.DIRECT.GET.{stream}", msgspec.json.encode(query), _is_page_end, REQUEST_TIMEOUT_S
+            )
+            end = page.pop()
+            _check_page_end(end, stream)
+            for message in page:
+                stored = await self._from_direct(stream, message)
+                if until_seq is not None and stored.seq > until_seq:
+                    return
+                yield stored
+                seq = stored.seq + 1
+            if not page or int((end.headers or {}).get("Nats-Num-Pending", "0")) == 0:
+                return
+
+    async def get_direct(self, subject: str) -> Stored | None:
+        """The newest message of a subject from any server: cheap, for what is written once and never changed."""
+        stream = subjects.stream_of(subject)
+        reply = await self.request(f"$JS.API.DIRECT.GET.{stream}.{subject}")
+        if (reply.headers or {}).get("Status") == "404":
+            return None
+        return await self._from_direct(stream, reply)
+
+    async def _from_direct(self, stream: str, message: Msg) -> Stored:
+        headers = dict(message.headers or {})
+        return await self.resolve(
+            Stored(
+                stream,
+                headers.pop("Nats-Subject"),
+                int(headers.pop("Nats-Sequence")),
+                _unix_ms(headers.pop("Nats-Time-Stamp")),
+                message.data,
+                headers,
+            )
+        )
+
+    async def resolve(self, stored: Stored) -> Stored:
+        """The same message, its body fetched from the blob store when it is a pointer. Raises BlobError."""
+        name = stored.headers.get(BLOB_HEADER)
+        if name is None:
+            return stored
+        if self.blobs is None:
+            raise TooLarge(f"{stored.subject} is a pointer to a blob", hint="configure [store] blobs")
+        return replace(stored, data=await asyncio.to_thread(self.blobs.get, name))
+
+
+def parse_headers(raw: bytes) -> dict[str, str]:
+    """NATS headers as a plain dictionary."""
+    lines = raw.decode().split("\r\n")[1:]
+    return {key: value.strip() for key, _, value in (line.partition(":") for line in lines) if key}
+
+
+def _unix_ms(text: str) -> int:
+    """RFC 3339 with nanoseconds, as the server writes it, to Unix milliseconds."""
+    whole, _, fraction = text.rstrip("Z").partition(".")
+    return int(datetime.fromisoformat(whole + "+00:00").timestamp()) * 1000 + int((fraction + "000")[:3])
+
+
+def _is_page_end(message: Msg) -> bool:
+    return bool(message.headers) and "Status" in (message.headers or {})
+
+
+def _check_page_end(end: Msg, stream: str) -> None:
+    headers = end.headers or {}
+    status = headers.get("Status", "")
+    if status not in ("204", "404"):
+        raise BusError(f"reading {stream} ended with {status} {headers.get('Description', '')}")
+
+
+def _api_error(error: _ApiError, what: str) -> BusError:
+    message = f"{what}: {error.description} ({error.err_code or error.code})"
+    if error.err_code in _WRONG_SEQUENCE:
+        return Conflict(message)
+    if error.err_code in _FULL:
+        return BusFull(f"no room for {message}", hint="give the store more room, or archive and purge closed runs")
+    if error.err_code == 10054:
+        return TooLarge(message)
+    return BusError(message)

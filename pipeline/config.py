@@ -1,0 +1,265 @@
+"""Configuration: one TOML file decoded straight into frozen structs, and environment variables over it.
+
+A variable ROLLYARD__SECTION__KEY replaces one key. Unknown sections and keys are errors. Secrets never stand in the
+file, which names the variable or the file that holds them. Reference: docs/configuration.md.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import Meta, Struct, structs
+
+from rollyard.pipeline.streams import Limits
+from rollyard.schemas.errors import ConfigError
+from rollyard.schemas.rollout import StageName
+
+ENV_PREFIX = "ROLLYARD__"
+ENV_FILE = "ROLLYARD_CONFIG"
+DEFAULT_FILE = "rollyard.toml"
+
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Positive = Annotated[float, Meta(gt=0)]
+Count = Annotated[int, Meta(ge=1)]
+Share = Annotated[float, Meta(gt=0, le=1)]
+WorkerStage = Literal["admit"] | StageName
+
+
+class NatsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The bus."""
+
+    url: Annotated[str, Meta(description="address of nats-server; several are separated by commas")] = (
+        "nats://127.0.0.1:4222"
+    )
+
+
+class GatewayConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The gateway between agents and model servers."""
+
+    host: Annotated[str, Meta(description="address that it listens on")] = "127.0.0.1"
+    port: Annotated[Port, Meta(description="port that it listens on; 0: any free one")] = 8400
+    url: Annotated[str, Meta(description="base URL that agents are given; empty: made from host and port")] = ""
+    secret_env: Annotated[str, Meta(description="variable that holds the secret which signs session keys")] = (
+        "ROLLYARD_SECRET"
+    )
+    secret_file: Annotated[str, Meta(description="file that holds it; empty: `secret` in the data folder")] = ""
+
+    def address(self) -> str:
+        """Base URL that agents are given, without a slash at the end."""
+        return self.url.rstrip("/") or f"http://{self.host}:{self.port}"
+
+
+class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The stages, and the leases by which processes show that they live."""
+
+    stages: Annotated[tuple[WorkerStage, ...], Meta(description="stages of a worker that is not told")] = (
+        "init",
+        "run",
+        "eval",
+    )
+    slots: Annotated[Count, Meta(description="messages of each stage worked on at a time")] = 64
+    ack_wait_s: Annotated[Positive, Meta(description="a message not heard of for so long goes to another worker")] = (
+        20.0
+    )
+    heartbeat_s: Annotated[Positive, Meta(description="how often a worker says that it is still at it")] = 6.0
+    lease_s: Annotated[Positive, Meta(description="a place or gateway not renewed for so long counts as dead")] = 30.0
+    backends: Annotated[tuple[str, ...], Meta(description="sandbox backends that it offers")] = ("local", "none")
+    max_ready: Annotated[Count, Meta(description="initialised sandboxes that may wait at one place")] = 256
+    sandboxes: Annotated[str, Meta(description="folder of local sandboxes; empty: `sandboxes` in the data folder")] = ""
+
+
+class StoreConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Folders. Every role must see the same blobs."""
+
+    data: Annotated[str, Meta(description="the data folder")] = ".rollyard"
+    blobs: Annotated[str, Meta(description="large payloads; empty: `blobs` in the data folder")] = ""
+    samples: Annotated[str, Meta(description="Parquet files; empty: `samples` in the data folder")] = ""
+
+
+class AdmitConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How much work is let in."""
+
+    window: Annotated[Count, Meta(description="rollouts in flight, over all runs")] = 4096
+    full: Annotated[Share, Meta(description="admit nothing when a stream is filled to this share")] = 0.7
+
+
+class SinkConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """When the sink cuts the stream of samples into a file."""
+
+    max_deliveries: Annotated[Count, Meta(description="deliveries of one cut")] = 2000
+    max_bytes: Annotated[Count, Meta(description="encoded bytes of one cut")] = 64_000_000
+    max_wait_s: Annotated[Positive, Meta(description="a smaller cut is made after so long")] = 10.0
+
+
+class LogConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The diary that processes write to standard error."""
+
+    level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least level written")] = "info"
+    format: Annotated[Literal["auto", "json", "text"], Meta(description="auto: text on a terminal, else JSON")] = "auto"
+
+
+class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything that can be set, by section."""
+
+    nats: NatsConfig = NatsConfig()
+    gateway: GatewayConfig = GatewayConfig()
+    worker: WorkerConfig = WorkerConfig()
+    store: StoreConfig = StoreConfig()
+    admit: AdmitConfig = AdmitConfig()
+    sink: SinkConfig = SinkConfig()
+    limits: Limits = Limits()
+    log: LogConfig = LogConfig()
+
+    def data_dir(self) -> Path:
+        """The data folder."""
+        return Path(self.store.data)
+
+    def blobs_dir(self) -> Path:
+        """The folder of blobs, which every role must see."""
+        return Path(self.store.blobs) if self.store.blobs else self.data_dir() / "blobs"
+
+    def samples_dir(self) -> Path:
+        """The folder of Parquet files."""
+        return Path(self.store.samples) if self.store.samples else self.data_dir() / "samples"
+
+    def sandboxes_dir(self) -> Path:
+        """The folder of local sandboxes."""
+        return Path(self.worker.sandboxes) if self.worker.sandboxes else self.data_dir() / "sandboxes"
+
+    def secret(self, env: Mapping[str, str] = os.environ) -> bytes:
+        """The secret that signs session keys: from the environment, else from its file. Raises ConfigError."""
+        if value := env.get(self.gateway.secret_env, ""):
+            return value.encode()
+        path = Path(self.gateway.secret_file) if self.gateway.secret_file else self.data_dir() / "secret"
+        hint = (
+            f"set the variable {self.gateway.secret_env}, or [gateway] secret_file; `rollyard up` makes one by itself"
+        )
+        try:
+            secret = path.read_bytes().strip()
+        except OSError as error:
+            raise ConfigError(
+                f"there is no secret to sign session keys with: {path}: {error.strerror}", hint=hint
+            ) from error
+        if len(secret) < 16:
+            raise ConfigError(f"the secret in {path} is shorter than 16 bytes", hint=hint)
+        return secret
+
+
+SECTIONS: dict[str, type[Struct]] = {
+    field.name: kind for field in structs.fields(Config) if isinstance(kind := field.type, type)
+}
+
+
+def load_config(path: Path | None = None, env: Mapping[str, str] = os.environ) -> Config:
+    """The configuration of `path`, else of the file that ROLLYARD_CONFIG names, else of ./rollyard.toml if it exists.
+
+    Variables replace single keys. Raises ConfigError, which names the key and the file or variable.
+    """
+    if path is None and env.get(ENV_FILE):
+        path = Path(env[ENV_FILE])
+    if path is None and Path(DEFAULT_FILE).is_file():
+        path = Path(DEFAULT_FILE)
+    tree = _read(path) if path else {}
+    source = str(path)
+    for section, table in tree.items():
+        _check_keys(section, table, source)
+    config = structs.replace(Config(), **{name: _convert(name, table, source) for name, table in tree.items()})
+    config = _with_env(config, env)
+    if config.worker.heartbeat_s * 2 > config.worker.ack_wait_s:
+        raise ConfigError(
+            f"worker.heartbeat_s is {config.worker.heartbeat_s:g}, over half of worker.ack_wait_s"
+            f" ({config.worker.ack_wait_s:g}): one late heartbeat would hand work to a second worker",
+            hint="set heartbeat_s to a third of ack_wait_s",
+        )
+    return config
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(
+            f"the configuration {path} cannot be read: {error.strerror}", hint="name another with --config"
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"the configuration {path} is not valid TOML: {error}", hint="see docs/configuration.md"
+        ) from error
+
+
+def _check_keys(section: str, table: object, source: str) -> None:
+    if section not in SECTIONS:
+        raise ConfigError(f"{source}: unknown section [{section}]", hint=_suggest(section, SECTIONS))
+    if not isinstance(table, dict):
+        raise ConfigError(f"{source}: {section} must be a section", hint=f"write [{section}] and its keys below")
+    known = SECTIONS[section].__struct_fields__
+    for key in table:
+        if key not in known:
+            raise ConfigError(f"{source}: unknown key {section}.{key}", hint=_suggest(key, known))
+
+
+def _suggest(word: str, known: Mapping[str, object] | tuple[str, ...]) -> str:
+    near = difflib.get_close_matches(word, known, 1)
+    return f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+
+
+def _convert(section: str, table: dict[str, Any], source: str, *, strict: bool = True) -> Struct:
+    try:
+        return msgspec.convert(table, SECTIONS[section], strict=strict)
+    except msgspec.ValidationError as error:
+        what, _, where = str(error).partition(" - at `$.")
+        key = where.rstrip("`")
+        raise ConfigError(
+            f"{source}: {section}.{key}: {what[:1].lower()}{what[1:]}", hint="see docs/configuration.md"
+        ) from error
+
+
+def _with_env(config: Config, env: Mapping[str, str]) -> Config:
+    """`config` with the keys that variables replace, one variable at a time so that errors can name it."""
+    for name in sorted(env):
+        if not name.startswith(ENV_PREFIX):
+            continue
+        section, _, key = name.removeprefix(ENV_PREFIX).lower().partition("__")
+        _check_keys(section, {key: None}, f"environment variable {name}")
+        is_list = get_origin(get_type_hints(SECTIONS[section])[key]) is tuple
+        value = [part.strip() for part in env[name].split(",") if part.strip()] if is_list else env[name]
+        table = structs.asdict(getattr(config, section)) | {key: value}
+        converted = _convert(section, table, f"environment variable {name}", strict=False)
+        config = structs.replace(config, **{section: converted})
+    return config
+
+
+def to_toml(config: Config) -> str:
+    """`config` as a TOML file that `load_config` reads back."""
+    lines: list[str] = []
+    for section, table in msgspec.to_builtins(config).items():
+        lines += [f"[{section}]", *(f"{key} = {_toml_value(value)}" for key, value in table.items()), ""]
+    return "\n".join(lines)
+
+
+def _toml_value(value: str | bool | float | list[str]) -> str:
+    # JSON's strings, numbers, booleans and lists of strings are TOML's too, as long as no character is written as a
+    # surrogate pair.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def reference() -> str:
+    """Every section and key with its default, as the Markdown tables of docs/configuration.md."""
+    lines: list[str] = []
+    for section, kind in SECTIONS.items():
+        lines += [f"## [{section}]", "", (kind.__doc__ or "").strip().partition("\n")[0], ""]
+        lines += ["| key | default | means |", "| --- | --- | --- |"]
+        hints = get_type_hints(kind, include_extras=True)
+        defaults = msgspec.to_builtins(kind())
+        for key in kind.__struct_fields__:
+            meta = [part.description for part in get_args(hints[key]) if isinstance(part, Meta) and part.description]
+            lines.append(f"| `{key}` | `{_toml_value(defaults[key])}` | {' '.join(meta)} |")
+        lines.append("")
+    return "\n".join(lines).rstrip()

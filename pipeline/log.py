@@ -1,0 +1,81 @@
+"""Reading the log: the events of one rollout, and the rollouts of a whole run in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from rollyard.pipeline.bus import Bus, Stored
+from rollyard.pipeline.codec import decode
+from rollyard.schemas import subjects
+from rollyard.schemas.call import CallEvent
+from rollyard.schemas.errors import BusError, DecodeError
+from rollyard.schemas.rollout import RolloutEvent
+from rollyard.schemas.sample import Commit
+
+LogEvent = CallEvent | RolloutEvent | Commit
+Events = list[tuple[int, LogEvent]]
+
+_KINDS: Final[dict[str, Any]] = {"call": CallEvent, "life": RolloutEvent, "commit": Commit}
+
+
+def decode_event(stored: Stored) -> LogEvent:
+    """The event in a message of the LOG. Raises DecodeError, which names subject and sequence."""
+    kind = _KINDS.get(stored.subject.rpartition(".")[2])
+    if kind is None:
+        raise DecodeError(f"{stored.subject} at {stored.seq} of LOG is of no kind that this release knows")
+    try:
+        event: LogEvent = decode(stored.data, kind)
+    except DecodeError as error:
+        raise DecodeError(f"{stored.subject} at {stored.seq} of LOG: {error.message}", hint=error.hint) from error
+    return event
+
+
+async def read_rollout(bus: Bus, run: str, rollout_id: str, *, at_least: int = 0) -> Events:
+    """The events of a rollout in log order, all attempts, the commit included.
+
+    `at_least` is the LOG sequence of an event of this rollout that must be among them: raises BusError when the server
+    that answers has not got it yet. Raises DecodeError.
+    """
+    subject_filter = subjects.log_subject(run, rollout_id, "*")
+    events = [(stored.seq, decode_event(stored)) async for stored in bus.read(subjects.LOG, subject_filter)]
+    newest = events[-1][0] if events else 0
+    if newest < at_least:
+        raise BusError(f"the log of rollout {rollout_id} shows {newest}, not yet {at_least}", hint="try again")
+    return events
+
+
+@dataclass(slots=True)
+class RolloutLog:
+    """The events of one rollout as they are stored, up to its commit; decoded when asked for."""
+
+    rollout_id: str
+    stored: list[Stored] = field(default_factory=list)
+    committed: bool = False
+
+    def events(self) -> Events:
+        """The events in log order, the commit included. Raises DecodeError."""
+        return [(stored.seq, decode_event(stored)) for stored in self.stored]
+
+
+async def rollouts_of(bus: Bus, run: str, *, until_seq: int | None = None) -> AsyncIterator[RolloutLog]:
+    """Each rollout of a run, in the order of their commits; at the end those without a commit.
+
+    One pass over the log. What it holds at a time is the rollouts that were in flight together: a commit ends a
+    rollout, and what is logged after it is passed over, since nothing after the cut counts.
+    """
+    in_flight: dict[str, RolloutLog] = {}
+    committed: set[str] = set()
+    async for stored in bus.read(subjects.LOG, subjects.log_subject(run, "*", "*"), until_seq=until_seq):
+        _, _, rollout_id, kind = stored.subject.split(".")
+        if rollout_id in committed:
+            continue
+        rollout = in_flight.setdefault(rollout_id, RolloutLog(rollout_id))
+        rollout.stored.append(stored)
+        if kind == "commit":
+            rollout.committed = True
+            committed.add(rollout_id)
+            yield in_flight.pop(rollout_id)
+    for rollout in in_flight.values():
+        yield rollout

@@ -1,0 +1,91 @@
+"""Request and reply over one connection: a single inbox, a timer for each open request, one or many answers.
+
+nats-py's own `publish_async` leaves futures hanging after a reconnect; here every request ends, with an answer or with
+a BusError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+
+from rollyard.schemas.errors import BusError
+
+
+class Replies:
+    """Sends requests with reply subjects under one inbox and hands the answers back."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._prefix = client.new_inbox()
+        self._numbers = itertools.count()
+        self._single: dict[str, asyncio.Future[Msg]] = {}
+        self._many: dict[str, asyncio.Queue[Msg]] = {}
+
+    async def start(self) -> None:
+        """Subscribe to the inbox. Call once, before the first request."""
+        await self._client.subscribe(f"{self._prefix}.*", cb=self._deliver, pending_msgs_limit=0, pending_bytes_limit=0)
+
+    async def ask(self, subject: str, data: bytes, headers: dict[str, str] | None, timeout_s: float) -> Msg:
+        """One request, one answer. Raises BusError when none comes within `timeout_s`."""
+        loop = asyncio.get_running_loop()
+        token = str(next(self._numbers))
+        answer: asyncio.Future[Msg] = loop.create_future()
+        self._single[token] = answer
+        timer = loop.call_later(timeout_s, _give_up, answer, subject, timeout_s)
+        try:
+            await self._send(subject, data, f"{self._prefix}.{token}", headers)
+            return await answer
+        finally:
+            timer.cancel()
+            self._single.pop(token, None)
+
+    async def ask_many(self, subject: str, data: bytes, is_last: Callable[[Msg], bool], timeout_s: float) -> list[Msg]:
+        """One request, answers until `is_last` says so, that one included. Raises BusError after silence."""
+        token = str(next(self._numbers))
+        queue: asyncio.Queue[Msg] = asyncio.Queue()
+        self._many[token] = queue
+        answers: list[Msg] = []
+        try:
+            await self._send(subject, data, f"{self._prefix}.{token}", None)
+            while True:
+                try:
+                    async with asyncio.timeout(timeout_s):
+                        answers.append(await queue.get())
+                except TimeoutError:
+                    raise _silence(subject, timeout_s) from None
+                if is_last(answers[-1]):
+                    return answers
+        finally:
+            self._many.pop(token, None)
+
+    async def _send(self, subject: str, data: bytes, reply: str, headers: dict[str, str] | None) -> None:
+        await self._client.publish(subject, data, reply=reply, headers=headers)
+
+    async def _deliver(self, message: Msg) -> None:
+        token = message.subject.rsplit(".", 1)[1]
+        answer = self._single.get(token)
+        if answer is not None:
+            if not answer.done():
+                answer.set_result(message)
+            return
+        queue = self._many.get(token)
+        if queue is not None:
+            queue.put_nowait(message)
+
+
+def _give_up(answer: asyncio.Future[Any], subject: str, timeout_s: float) -> None:
+    if not answer.done():
+        answer.set_exception(_silence(subject, timeout_s))
+
+
+def _silence(subject: str, timeout_s: float) -> BusError:
+    return BusError(
+        f"no answer from the bus within {timeout_s:g} s to a request on {subject[:60]}",
+        hint="is nats-server running? `rollyard doctor` checks it",
+    )

@@ -1,0 +1,166 @@
+"""The trainer client for programs without async: the same calls, on an event loop in a thread of its own.
+
+Heartbeats go on while the trainer computes, so results may be held for as long as a step takes. It works inside
+Jupyter, whose own loop it leaves alone.
+
+    with rollyard.connect_sync(run="my-run") as client:
+        client.submit("tasks.jsonl")
+        for batch in client.groups():
+            ...
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Coroutine, Iterable
+from pathlib import Path
+from typing import Any, Generic, Self, TypeVar
+
+from rollyard.pipeline.client import ACK_WAIT_S, Client, SubmitReport, Tasks, connect
+from rollyard.pipeline.progress import RunStatus
+from rollyard.pipeline.reader import AckMode, Reader
+from rollyard.pipeline.results import GroupBatch
+from rollyard.pipeline.taskfile import Check
+from rollyard.schemas.errors import BusError, RollyardError
+from rollyard.schemas.sample import Delivery, Sample
+
+T = TypeVar("T")
+
+
+def connect_sync(
+    url: str | None = None,
+    *,
+    run: str,
+    name: str = "trainer",
+    blobs: str | Path | None = None,
+    ack_wait_s: float = ACK_WAIT_S,
+) -> SyncClient:
+    """Connect, as `connect` does. Use the result in a `with` block, or call its `close()`."""
+    return SyncClient(url, run=run, name=name, blobs=blobs, ack_wait_s=ack_wait_s)
+
+
+class SyncReader(Generic[T]):
+    """A plain endless iterator; acknowledgement is that of `rollyard.pipeline.reader.Reader`."""
+
+    def __init__(self, client: SyncClient, reader: Reader[T]) -> None:
+        self._client = client
+        self._reader = reader
+        self._received = 0
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> T:
+        # By number: an item whose way to us was cut short, by Ctrl-C, is handed out again and not lost.
+        item = self._client.call(self._reader.item(self._received + 1))
+        self._received += 1
+        return item
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def ack(self) -> int:
+        """Acknowledge every message that was handed out in full; returns how many. They do not come again."""
+        return self._client.call(self._reader.ack())
+
+    def close(self) -> None:
+        """Stop, and give back what was not acknowledged."""
+        self._client.call(self._reader.close())
+
+
+class SyncClient:
+    """`Client` without async; see there for what the methods do. Made by `connect_sync`."""
+
+    def __init__(
+        self, url: str | None = None, *, run: str, name: str, blobs: str | Path | None, ack_wait_s: float
+    ) -> None:
+        self.run = run
+        self._closing = asyncio.Event()
+        self._ready: concurrent.futures.Future[tuple[asyncio.AbstractEventLoop, Client]] = concurrent.futures.Future()
+        session = self._session(url, run=run, name=name, blobs=blobs, ack_wait_s=ack_wait_s)
+        self._thread = threading.Thread(target=asyncio.run, args=(session,), name=f"rollyard-{name}", daemon=True)
+        self._thread.start()
+        try:
+            self._loop, self._client = self._ready.result()
+        except RollyardError:
+            self._thread.join()
+            raise
+
+    async def _session(self, url: str | None, **settings: Any) -> None:
+        try:
+            async with connect(url, **settings) as client:
+                self._ready.set_result((asyncio.get_running_loop(), client))
+                await self._closing.wait()
+        except BaseException as error:  # whatever it is, the thread that waits must hear of it
+            if self._ready.done():
+                raise
+            self._ready.set_exception(error)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give back what the readers hold, and disconnect."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._closing.set)
+            self._thread.join()
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine of the async client on its loop, and return what it returns."""
+        if not self._thread.is_alive() or threading.current_thread() is self._thread:
+            work.close()
+            raise BusError("the client is closed", hint="make a new one with connect_sync")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except concurrent.futures.CancelledError:
+            raise BusError("the client was closed meanwhile", hint="make a new one with connect_sync") from None
+        except BaseException:
+            future.cancel()
+            raise
+
+    def submit(self, tasks: Tasks, *, check: Check | None = None) -> SubmitReport:
+        """Publish tasks, all checked before any is published."""
+        return self.call(self._client.submit(tasks, check=check))
+
+    def cancel(
+        self, task_id: str | None = None, index: int | None = None, *, reason: str = "cancelled by the trainer"
+    ) -> None:
+        """End the run, one task, or one rollout of a task."""
+        self.call(self._client.cancel(task_id, index, reason=reason))
+
+    def deliveries(self, *, durable: str = "default", ack: AckMode = "next") -> SyncReader[Delivery]:
+        """Finished rollouts, without end."""
+        return SyncReader(self, self._client.deliveries(durable=durable, ack=ack))
+
+    def samples(self, *, durable: str = "default", ack: AckMode = "next") -> SyncReader[Sample]:
+        """Samples of the deliveries, without end."""
+        return SyncReader(self, self._client.samples(durable=durable, ack=ack))
+
+    def groups(self, *, durable: str = "default", ack: AckMode = "next") -> SyncReader[GroupBatch]:
+        """Complete groups, without end."""
+        return SyncReader(self, self._client.groups(durable=durable, ack=ack))
+
+    def publish_policy_version(self, version: int, *, force: bool = False) -> None:
+        """Announce the trainer's newest weights."""
+        self.call(self._client.publish_policy_version(version, force=force))
+
+    def policy_version(self) -> int | None:
+        """The announced version, or None."""
+        return self.call(self._client.policy_version())
+
+    def status(self) -> RunStatus:
+        """How far the run is."""
+        return self.call(self._client.status())
+
+    def wait(self, task_ids: Iterable[str] | None = None, *, timeout_s: float | None = None) -> None:
+        """Return when tasks are closed; without ids, all that this client submitted."""
+        self.call(self._client.wait(task_ids, timeout_s=timeout_s))

@@ -1,0 +1,41 @@
+"""The tasks of a run: bodies, written once, and how far each is."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Final
+
+from rollyard.pipeline.bus import Bus
+from rollyard.pipeline.kv import Bucket
+from rollyard.schemas import subjects
+from rollyard.schemas.errors import TaskError
+from rollyard.schemas.task import Task, TaskProgress
+
+CACHED_TASKS: Final = 256
+
+
+class TaskStore:
+    """Bodies and progress in the `tasks` bucket, with a small cache of bodies: a group's rollouts share one."""
+
+    def __init__(self, bus: Bus) -> None:
+        self.progress: Bucket[TaskProgress] = Bucket(bus, subjects.TASK_BUCKET, TaskProgress)
+        self._bodies: Bucket[Task] = Bucket(bus, subjects.TASK_BUCKET, Task)
+        self._cache: OrderedDict[str, Task] = OrderedDict()
+
+    async def get(self, run: str, task_id: str) -> Task:
+        """The body of an admitted task. Raises TaskError when there is none."""
+        key = subjects.task_key(run, task_id) + ".body"
+        if key in self._cache:
+            self._cache.move_to_end(key)
+            return self._cache[key]
+        found = await self._bodies.get_direct(key) or await self._bodies.get(key)
+        if found is None:
+            raise TaskError(f"task {task_id!r} of run {run!r} has no body", hint="was its run purged? submit it again")
+        self._cache[key] = found[0]
+        if len(self._cache) > CACHED_TASKS:
+            self._cache.popitem(last=False)
+        return found[0]
+
+    async def put(self, run: str, task: Task) -> None:
+        """Store the body of a task; the id must be set."""
+        await self._bodies.put(subjects.task_key(run, task.id) + ".body", task)
