@@ -1,0 +1,1 @@
+"""Between agents and model servers: protocols, engines, exact tokens, records."""

@@ -1,0 +1,170 @@
+"""The HTTP side: routes, keys, errors in OpenAI's shape, streams. What a call is stands in gateway/calls.py."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Final
+
+import msgspec
+import structlog
+from aiohttp import web
+from aiohttp.abc import AbstractAccessLogger
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from rollyard.gateway.calls import Gateway
+from rollyard.gateway.exchange import Finished, ModelRequest, Update
+from rollyard.gateway.keys import SessionGrant, verify
+from rollyard.gateway.protocols import protocols
+from rollyard.gateway.protocols.protocol import Protocol
+from rollyard.gateway.refusal import Refusal, session_closed
+
+log = structlog.get_logger(__name__)
+
+GATEWAY: Final = web.AppKey("gateway", Gateway)
+_JSON: Final = "application/json"
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def make_app(gateway: Gateway) -> web.Application:
+    """The application of one gateway process."""
+    app = web.Application(middlewares=[_errors], client_max_size=gateway.settings.max_body_bytes)
+    app[GATEWAY] = gateway
+    app.router.add_get("/healthz", _healthz)
+    app.router.add_get("/readyz", _readyz)
+    app.router.add_get("/metrics", _metrics)
+    for prefix in ("", "/s/{key}"):
+        app.router.add_get(f"{prefix}/v1/models", _models)
+        for protocol in protocols():
+            app.router.add_post(f"{prefix}{protocol.path}", _calls(protocol))
+    return app
+
+
+def authenticate(request: web.Request) -> SessionGrant:
+    """The grant of a request's key, from path, bearer token or x-api-key. Raises Refusal: 401, 410."""
+    gateway = request.app[GATEWAY]
+    key: str = request.match_info.get("key", "") or request.headers.get("x-api-key", "")
+    scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+    if not key and scheme.lower() == "bearer":
+        key = token.strip()
+    grant = verify(key, gateway.settings.secret)
+    if grant.session() in gateway.closed:
+        raise session_closed()
+    return grant
+
+
+def _calls(protocol: Protocol) -> Handler:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        grant = authenticate(request)
+        asked = protocol.parse(await request.read())
+        async with aclosing(request.app[GATEWAY].updates(grant, asked)) as updates:
+            if asked.stream:
+                return await _stream(request, protocol, asked, updates)
+            async for update in updates:
+                if isinstance(update, Finished):
+                    headers = {"x-request-id": update.call_id}
+                    return web.Response(body=protocol.reply(asked, update), content_type=_JSON, headers=headers)
+        raise Refusal(500, "internal_error", "the call ended without a reply", hint="see the gateway's log")
+
+    return handle
+
+
+async def _stream(
+    request: web.Request, protocol: Protocol, asked: ModelRequest, updates: AsyncGenerator[Update, None]
+) -> web.StreamResponse:
+    # Until the first update there is a status to give; after it, a stream can only be cut.
+    first = await anext(updates)
+    response = web.StreamResponse(
+        headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "x-request-id": first.call_id}
+    )
+    await response.prepare(request)
+    try:
+        await response.write(protocol.events(asked, first))
+        async for update in updates:
+            if data := protocol.events(asked, update):
+                await response.write(data)
+        await response.write_eof()
+    except ConnectionError:
+        log.info("agent_went_away", call_id=first.call_id)
+    except Refusal as refusal:
+        request.app[GATEWAY].metrics.refusals.labels(refusal.code).inc()
+        log.warning("stream_cut", call_id=first.call_id, code=refusal.code, error=str(refusal))
+        await _cut(request, response, protocol.error_event(refusal))
+    return response
+
+
+async def _cut(request: web.Request, response: web.StreamResponse, last: bytes) -> None:
+    """End a stream so that nobody takes it for complete."""
+    try:
+        await response.write(last)
+    except ConnectionError:
+        return
+    # Closing without the terminating chunk is what a client sees as broken; what was written is flushed first.
+    if request.transport is not None:
+        request.transport.close()
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except Refusal as refusal:
+        return _refuse(request, refusal)
+    except web.HTTPRequestEntityTooLarge:
+        limit = request.app[GATEWAY].settings.max_body_bytes
+        return _refuse(request, Refusal(413, "request_too_large", f"the request body is over {limit} bytes"))
+    except web.HTTPException as error:
+        what = f"{request.method} {redact(request.path)}: {error.reason}"
+        return _refuse(request, Refusal(error.status, "not_found" if error.status == 404 else "invalid_request", what))
+    except Exception:  # the agent gets an answer in the shape that it knows, whatever is broken
+        log.exception("request_failed", path=redact(request.path))
+        return _refuse(request, Refusal(500, "internal_error", "the gateway failed", hint="see the gateway's log"))
+
+
+def _refuse(request: web.Request, refusal: Refusal) -> web.Response:
+    request.app[GATEWAY].metrics.refusals.labels(refusal.code).inc()
+    return web.Response(status=refusal.status, body=refusal.body(), content_type=_JSON, headers=refusal.headers())
+
+
+async def _models(request: web.Request) -> web.Response:
+    authenticate(request)
+    served = {entry.server.model: entry.max_context for entry in request.app[GATEWAY].pool.entries()}
+    data = [
+        {"id": model, "object": "model", "created": 0, "owned_by": "rollyard", "context_length": limit or None}
+        for model, limit in sorted(served.items())
+    ]
+    return web.Response(body=msgspec.json.encode({"object": "list", "data": data}), content_type=_JSON)
+
+
+async def _healthz(_request: web.Request) -> web.Response:
+    return web.Response(text="ok\n")
+
+
+async def _readyz(request: web.Request) -> web.Response:
+    gateway = request.app[GATEWAY]
+    gateway.guard.check()
+    servers = gateway.pool.entries()
+    healthy = sum(entry.healthy for entry in servers)
+    return web.Response(text=f"ready; {healthy} of {len(servers)} model servers healthy\n")
+
+
+async def _metrics(request: web.Request) -> web.Response:
+    text = generate_latest(request.app[GATEWAY].metrics.registry)
+    return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+def redact(path: str) -> str:
+    """A path without the session key in it."""
+    head, mark, tail = path.partition("/s/")
+    if not mark or head:
+        return path
+    _, slash, rest = tail.partition("/")
+    return f"/s/***{slash}{rest}"
+
+
+class AccessLog(AbstractAccessLogger):
+    """One line for each request; keys stay out of it."""
+
+    def log(self, request: web.BaseRequest, response: web.StreamResponse, time: float) -> None:
+        """See AbstractAccessLogger; `time` is in seconds."""
+        log.debug("request", method=request.method, path=redact(request.path), status=response.status, time_s=time)

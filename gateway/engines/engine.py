@@ -1,0 +1,85 @@
+"""What the gateway asks of a model server, whatever its kind: one Protocol, one file for each variant."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncGenerator
+from typing import Annotated, Any, ClassVar, Protocol
+
+from msgspec import Meta, Struct
+
+from rollyard.schemas.call import Message, Usage
+from rollyard.schemas.errors import ModelError
+from rollyard.schemas.fleet import LlmServer
+from rollyard.schemas.packed import Logprobs, TokenIds
+
+
+class EngineRequest(Struct, frozen=True, kw_only=True):
+    """One dispatch of a call. Exactly one of `prompt_ids` (tokens mode) and `messages` (capture mode) is used."""
+
+    call_id: Annotated[str, Meta(description="sent as x-request-id")]
+    server: LlmServer
+    params: Annotated[dict[str, Any], Meta(description="sampling parameters, see gateway/sampling.py")] = {}
+    messages: list[Message] = []
+    tools: list[Message] | None = None
+    extras: dict[str, Any] = {}
+    prompt_ids: TokenIds | None = None
+
+
+class EngineChunk(Struct, frozen=True, kw_only=True):
+    """A piece of a reply, as servers stream it."""
+
+    text: str = ""
+    reasoning: str = ""
+    tool_calls: Annotated[list[dict[str, Any]], Meta(description="deltas in OpenAI's form, by `index`")] = []
+    token_ids: Annotated[TokenIds | None, Meta(description="ids sampled in this piece")] = None
+    logprobs: Annotated[Logprobs | None, Meta(description="of token_ids")] = None
+    prompt_ids: Annotated[TokenIds | None, Meta(description="ids of the prompt, once, where the server tells them")] = (
+        None
+    )
+    finish_reason: str | None = None
+    usage: Usage | None = None
+    fault: Annotated[str | None, Meta(description="why the ids of this reply are not exact")] = None
+    policy_version: Annotated[int | None, Meta(description="as the server itself reports it")] = None
+
+
+class Probe(Struct, frozen=True, kw_only=True):
+    """What a server can do, found out by asking it."""
+
+    trainable: Annotated[bool, Meta(description="returns the exact ids of what it sampled, with logprobs")]
+    reason: Annotated[str, Meta(description="why it is not trainable")] = ""
+    engine: Annotated[str, Meta(description="kind and version")] = ""
+    vocab_size: Annotated[int, Meta(description="0: not known")] = 0
+    max_context: Annotated[int, Meta(description="tokens of prompt and reply together; 0: not known")] = 0
+
+
+class Engine(Protocol):
+    """A kind of model server. Asks for a stream always: only then is a dropped connection noticed at once."""
+
+    modes: ClassVar[frozenset[str]]
+    """Which of `tokens` and `capture` it can do."""
+
+    def generate(self, request: EngineRequest) -> AsyncGenerator[EngineChunk, None]:
+        """The reply, piece by piece; the last piece has a finish_reason. Closing the generator aborts the call.
+
+        Raises ModelError; its status is the server's, or 0 when it was not reached or broke off.
+        """
+        ...
+
+    async def probe(self, server: LlmServer) -> Probe:
+        """Ask for one token. Raises ModelError when the server is not healthy."""
+        ...
+
+
+def headers(server: LlmServer, call_id: str) -> dict[str, str]:
+    """Request headers: the call's id, and the key where the server wants one. Raises ModelError when it is not set."""
+    result = {"x-request-id": call_id}
+    if server.api_key_env:
+        key = os.environ.get(server.api_key_env)
+        if not key:
+            raise ModelError(
+                f"the key of model server {server.server_id} is not set",
+                hint=f"set {server.api_key_env} in the environment of the gateway",
+            )
+        result["Authorization"] = f"Bearer {key}"
+    return result

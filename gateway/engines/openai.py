@@ -1,0 +1,40 @@
+"""Any OpenAI-compatible server: replies without token ids, for evaluation and judges, never for training."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import ClassVar
+
+import aiohttp
+
+from rollyard.gateway.engines.chat_upstream import chat_body, chat_chunks
+from rollyard.gateway.engines.engine import EngineChunk, EngineRequest, Probe, headers
+from rollyard.gateway.engines.upstream import get_json
+from rollyard.gateway.sampling import NEUTRAL
+from rollyard.schemas.fleet import LlmServer
+
+_FOREIGN = ("top_k", "min_p")
+
+
+class OpenAIEngine:
+    """Speaks plain OpenAI Chat Completions."""
+
+    modes: ClassVar[frozenset[str]] = frozenset({"capture"})
+
+    def __init__(self, client: aiohttp.ClientSession) -> None:
+        self._client = client
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineChunk, None]:
+        """See Engine."""
+        # OpenAI's own API refuses fields that it does not know: those go out only where somebody set them.
+        params = {k: v for k, v in request.params.items() if k not in _FOREIGN or v != NEUTRAL[k]}
+        body = chat_body(request, params)
+        async with aclosing(chat_chunks(self._client, request, body, with_ids=False)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    async def probe(self, server: LlmServer) -> Probe:
+        """See Engine."""
+        await get_json(self._client, f"{server.url}/v1/models", headers(server, "probe"))
+        return Probe(trainable=False, reason="plain OpenAI servers return no token ids", engine="openai")

@@ -1,0 +1,164 @@
+"""Which earlier call a request continues: its messages in a canonical form, folded into a chain of digests. Pure.
+
+Agents do not echo a conversation as they got it: they move cache marks, compact tool arguments, rename ids, drop
+nulls. Two messages are equal when their canonical forms are. Each rule has a name, is counted, and can be switched off.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from rollyard.schemas.call import Message
+from rollyard.schemas.packed import TokenIds
+
+T = TypeVar("T")
+ROOT: Final = b""
+Rule = Callable[[Message], Message]
+_json: Final = msgspec.json.Encoder(order="sorted")
+_OWN_KEYS: Final = frozenset({"role", "content", "name", "tool_calls", "tool_call_id"})
+
+
+def _drop_cache_control(message: Message) -> Message:
+    content = message.get("content")
+    if isinstance(content, list) and any("cache_control" in part for part in content if isinstance(part, dict)):
+        message = {**message, "content": [_without(part, "cache_control") for part in content]}
+    bare: Message = _without(message, "cache_control")
+    return bare
+
+
+def _drop_foreign_keys(message: Message) -> Message:
+    if message.get("role") != "assistant" or message.keys() <= _OWN_KEYS:
+        return message
+    return {key: value for key, value in message.items() if key in _OWN_KEYS}
+
+
+def _drop_ids(message: Message) -> Message:
+    message = _without(message, "tool_call_id", "id")
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list) or not calls:
+        return message
+    return {**message, "tool_calls": [_without(call, "id", "index") for call in calls]}
+
+
+def _join_text(message: Message) -> Message:
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        return message
+    return {**message, "content": "\n".join(str(part.get("text", "")) for part in content)}
+
+
+def _trim_reply(message: Message) -> Message:
+    content = message.get("content")
+    if message.get("role") != "assistant" or not isinstance(content, str) or content == content.strip():
+        return message
+    return {**message, "content": content.strip()}
+
+
+def _parse_arguments(message: Message) -> Message:
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list) or not calls:
+        return message
+    return {**message, "tool_calls": [_parsed_call(call) for call in calls]}
+
+
+def _parsed_call(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = msgspec.json.decode(function["arguments"])
+    except (msgspec.DecodeError, UnicodeEncodeError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _drop_nulls(message: Message) -> Message:
+    if all(value not in (None, "", []) for value in message.values()):
+        return message
+    return {key: value for key, value in message.items() if value not in (None, "", [])}
+
+
+RULES: Final[dict[str, Rule]] = {
+    "cache_control_dropped": _drop_cache_control,
+    "foreign_reply_keys_dropped": _drop_foreign_keys,
+    "ids_not_compared": _drop_ids,
+    "text_parts_joined": _join_text,
+    "reply_edges_trimmed": _trim_reply,
+    "arguments_parsed": _parse_arguments,
+    "null_equals_absent": _drop_nulls,
+}
+"""In this order: a list of text parts is a string before its edges are trimmed, and an empty one is absent."""
+
+
+class Canonical:
+    """Canonical forms under the rules that are switched on. `counts` says how many messages each rule changed."""
+
+    def __init__(self, off: Collection[str] = ()) -> None:
+        self.rules = {name: rule for name, rule in RULES.items() if name not in off}
+        self.counts: Counter[str] = Counter()
+
+    def form(self, message: Message) -> bytes:
+        """The canonical form of a message as JSON."""
+        for name, rule in self.rules.items():
+            changed = rule(message)
+            if changed is not message:
+                self.counts[name] += 1
+                message = changed
+        return _json.encode(message)
+
+    def fold(self, chain: bytes, messages: Sequence[Message]) -> list[bytes]:
+        """The chain after each of `messages`, beginning from `chain` (ROOT: an empty conversation)."""
+        chains = []
+        for message in messages:
+            chain = blake2b(chain + blake2b(self.form(message), digest_size=16).digest(), digest_size=16).digest()
+            chains.append(chain)
+        return chains
+
+
+def longest(chains: Sequence[bytes], known: Mapping[bytes, T]) -> tuple[T | None, int]:
+    """The call whose messages and reply are the longest prefix of a request, and how many messages that is."""
+    for count in range(len(chains), 0, -1):
+        found = known.get(chains[count - 1])
+        if found is not None:
+            return found, count
+    return None, 0
+
+
+def holds_unknown_reply(messages: Sequence[Message], shared: int) -> bool:
+    """Whether there is a reply after the first `shared` messages."""
+    return any(message.get("role") == "assistant" for message in messages[shared:])
+
+
+def tools_digest(tools: Sequence[Message] | None) -> bytes:
+    """A digest of tool definitions, cache marks left out; none and an empty list are the same."""
+    if not tools:
+        return ROOT
+    bare = [_without(tool, "cache_control") for tool in tools]
+    return blake2b(_json.encode(bare), digest_size=16).digest()
+
+
+def common_prefix(a: TokenIds, b: TokenIds) -> int:
+    """How many leading ids are equal."""
+    if b.startswith(a):
+        return len(a)
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[:middle] == b[:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _without(value: Any, *keys: str) -> Any:  # a message part may be anything
+    if not isinstance(value, dict) or not any(key in value for key in keys):
+        return value
+    return {key: item for key, item in value.items() if key not in keys}
