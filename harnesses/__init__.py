@@ -1,0 +1,1 @@
+"""How agents are started and read: one a file."""
