@@ -1,0 +1,33 @@
+"""What INIT and RUN tell a harness about an attempt: the same facts, whichever process asks."""
+
+from __future__ import annotations
+
+from rollyard.gateway.keys import SessionGrant, sign
+from rollyard.harnesses.harness import AgentContext
+from rollyard.schemas.rollout import RolloutState
+from rollyard.schemas.task import Task
+from rollyard.stages.sandbox import Sandbox
+from rollyard.stages.stage import StageContext
+
+
+def agent_context(context: StageContext, state: RolloutState, task: Task, sandbox: Sandbox) -> AgentContext:
+    """The attempt's facts, its session key among them."""
+    agent = task.agent
+    grant = SessionGrant(
+        run=state.rollout.run,
+        rollout_id=state.rollout.rollout_id,
+        attempt=state.attempt,
+        model=agent.model,
+        sampling=agent.sampling,
+        max_calls=agent.max_calls,
+        max_tokens=agent.max_tokens,
+    )
+    return AgentContext(
+        rollout=state.rollout,
+        attempt=state.attempt,
+        task=task,
+        base_url=context.config.gateway.address() + "/v1",
+        api_key=sign(grant, context.secret),
+        home=sandbox.home,
+        workdir=sandbox.workdir,
+    )

@@ -1,0 +1,210 @@
+"""AGGREGATE: one message in, the session's events read from the log, one commit and one delivery out.
+
+Stateless. Contract: docs/architecture.md sections 5.7 and 5.8. Every step may be repeated by anybody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from typing import Final
+
+import structlog
+from msgspec import structs
+
+from rollyard.pipeline.codec import decode, encode
+from rollyard.pipeline.crash import checkpoint
+from rollyard.pipeline.dead import bury_body
+from rollyard.pipeline.groups import close_if_complete
+from rollyard.pipeline.handover import MAX_DELIVERIES, Held
+from rollyard.pipeline.kv import Bucket
+from rollyard.pipeline.leases import LeaseView
+from rollyard.pipeline.log import LogEvent, read_rollout
+from rollyard.schemas import subjects
+from rollyard.schemas.call import CallIntent
+from rollyard.schemas.errors import DecodeError, RollyardError
+from rollyard.schemas.failure import Failure
+from rollyard.schemas.fleet import DeadLetter
+from rollyard.schemas.rollout import RolloutEvent, RolloutState, StageName
+from rollyard.schemas.sample import Commit, Delivery, Sample, SampleDigest
+from rollyard.stages.stage import StageContext, now_ms
+from rollyard.stages.stitching import STITCHER_VERSION, open_calls, sample_digest, samples_of
+
+log = structlog.get_logger(__name__)
+
+Events = list[tuple[int, LogEvent]]
+
+FIRST_WAIT_S: Final = 0.05
+MOST_WAIT_S: Final = 2.0
+
+
+class Aggregate:
+    """The stage that commits a rollout and delivers it."""
+
+    name: StageName = "aggregate"
+
+    def __init__(self, context: StageContext, gateways: LeaseView) -> None:
+        self._context = context
+        self._bus = context.bus
+        self._gateways = gateways
+        self._states: Bucket[RolloutState] = Bucket(context.bus, subjects.ROLLOUTS, RolloutState)
+
+    async def work(self, held: Held) -> RolloutState:
+        """Commit, deliver, close the group if this was its last rollout; the next state is the end."""
+        if held.deliveries > MAX_DELIVERIES and held.state.position != "committing":
+            held.state = await self._give_up(held)
+        events = await self._complete_session(held.state)
+        if held.state.position != "committing":
+            await self._commit_to(held)
+        checkpoint("aggregate.committing")
+        commit, samples = await self._commit(held.state, events)
+        checkpoint("aggregate.committed")
+        await self._deliver(commit, samples, events)
+        checkpoint("aggregate.delivered")
+        await close_if_complete(self._bus, commit.run, commit.task_id, commit.group_size)
+        checkpoint("aggregate.group_checked")
+        state = held.state
+        return RolloutState(
+            rollout=state.rollout,
+            position="ended",
+            step=state.step + 1,
+            attempt=state.attempt,
+            status=commit.status,
+            admitted_ms=state.admitted_ms,
+        )
+
+    def failure(self, error: RollyardError) -> Failure | None:
+        """Nothing that goes wrong here is the rollout's fault: the message comes again."""
+        return None
+
+    async def abandon(self, state: RolloutState) -> None:
+        """Nothing to undo: commit and delivery were created once, whoever did it."""
+
+    async def _complete_session(self, state: RolloutState) -> Events:
+        """The rollout's events, once every call that counts has its end or can get none any more."""
+        rollout = state.rollout
+        wait_s = FIRST_WAIT_S
+        newest = max(state.closed_seq, state.evaluated_seq)
+        while True:
+            events = await read_rollout(self._bus, rollout.run, rollout.rollout_id, at_least=newest)
+            if state.status in ("failed", "cancelled"):
+                return events
+            open_now = open_calls(events, state.attempt, state.closed_seq)
+            if not any(self._may_still_end(intent) for intent in open_now):
+                return events
+            await asyncio.sleep(wait_s)
+            wait_s = min(MOST_WAIT_S, wait_s * 2)
+
+    async def _give_up(self, held: Held) -> RolloutState:
+        """After too many tries: fail without samples, and keep the message in DEAD, from where replay can make them."""
+        rollout = held.state.rollout
+        failure = Failure.of(
+            "infra",
+            f"aggregate was tried {MAX_DELIVERIES} times and did not end",
+            f"the samples can be made later: rollyard replay --run {rollout.run}",
+        )
+        await bury_body(
+            self._bus,
+            DeadLetter(
+                stage=self.name,
+                run=rollout.run,
+                subject=subjects.stage_subject(self.name, None, rollout.run),
+                reason=failure.message,
+                body=encode(held.message),
+                rollout_id=rollout.rollout_id,
+                at_ms=now_ms(),
+            ),
+            msg_id=f"dead.{rollout.rollout_id}.{held.message.step}",
+        )
+        return structs.replace(held.state, status="failed", failure=failure)
+
+    def _may_still_end(self, intent: CallIntent) -> bool:
+        return now_ms() < intent.latest_end_ms and self._gateways.alive(intent.gateway)
+
+    async def _commit_to(self, held: Held) -> None:
+        """From here on no takeover, cancel or retry leads out. Raises Conflict when one came first."""
+        state = structs.replace(held.state, position="committing", effects=(), writer=secrets.token_hex(4))
+        key = subjects.rollout_key(state.rollout.run, state.rollout.rollout_id)
+        held.revision = await self._states.update(key, state, held.revision)
+        held.state = state
+
+    async def _commit(self, state: RolloutState, events: Events) -> tuple[Commit, tuple[Sample, ...]]:
+        """Create the commit, or obey the one that stands there."""
+        rollout = state.rollout
+        subject = subjects.log_subject(rollout.run, rollout.rollout_id, "commit")
+        standing = next((event for _, event in events if isinstance(event, Commit)), None)
+        if standing is None:
+            commit = await self._draft(state, events)
+            samples = samples_of(events, commit)
+            digests = tuple(SampleDigest(sample_id=s.sample_id, digest=sample_digest(s)) for s in samples)
+            commit = structs.replace(commit, samples=digests)
+            _, created = await self._bus.create(subject, encode(commit))
+            if created:
+                return commit, samples
+            stored = await self._bus.last(subject)
+            assert stored is not None
+            standing = decode(stored.data, Commit)
+            events = await read_rollout(self._bus, rollout.run, rollout.rollout_id, at_least=stored.seq)
+        if standing.stitcher != STITCHER_VERSION:
+            log.error("stitcher_missing", wanted=standing.stitcher, here=STITCHER_VERSION, rollout=rollout.rollout_id)
+            raise DecodeError(
+                f"the commit of {rollout.rollout_id} names stitcher {standing.stitcher!r}, which this release lacks",
+                hint="run an aggregator of the release that has it",
+            )
+        return standing, samples_of(events, standing)
+
+    async def _draft(self, state: RolloutState, events: Events) -> Commit:
+        """The commit without its digests."""
+        rollout = state.rollout
+        counted = [seq for seq, event in events if getattr(event, "attempt", 0) == state.attempt]
+        lost = open_calls(events, state.attempt, state.closed_seq)
+        task = await self._context.tasks.get(rollout.run, rollout.task_id)
+        return Commit(
+            run=rollout.run,
+            task_id=rollout.task_id,
+            group_id=rollout.task_id,
+            group_size=rollout.group_size,
+            rollout_id=rollout.rollout_id,
+            index=rollout.index,
+            attempt=state.attempt,
+            status=state.status or "completed",
+            failure=state.failure,
+            cut_seq=max(counted, default=0),
+            closed_seq=state.closed_seq,
+            evaluated_seq=state.evaluated_seq,
+            lost_calls=tuple(intent.call_id for intent in lost),
+            stitcher=STITCHER_VERSION,
+            metadata=task.metadata,
+        )
+
+    async def _deliver(self, commit: Commit, samples: tuple[Sample, ...], events: Events) -> None:
+        by_seq = dict(events)
+        evaluated, ran = (_life(by_seq.get(seq)) for seq in (commit.evaluated_seq, commit.closed_seq))
+        calls = {
+            event.call_id
+            for seq, event in events
+            if isinstance(event, CallIntent) and event.attempt == commit.attempt and seq <= commit.cut_seq
+        }
+        delivery = Delivery(
+            run=commit.run,
+            task_id=commit.task_id,
+            group_id=commit.group_id,
+            group_size=commit.group_size,
+            rollout_id=commit.rollout_id,
+            index=commit.index,
+            attempt=commit.attempt,
+            status=commit.status,
+            failure=commit.failure,
+            reward=evaluated.reward if evaluated else None,
+            metrics=evaluated.metrics if evaluated else {},
+            answer=ran.result.answer if ran and ran.result else "",
+            calls=len(calls),
+            samples=samples,
+            metadata=commit.metadata,
+        )
+        subject = subjects.sample_subject(commit.run, commit.group_id, commit.index)
+        await self._bus.create(subject, encode(delivery))
+
+
+def _life(event: LogEvent | None) -> RolloutEvent | None:
+    return event if isinstance(event, RolloutEvent) else None

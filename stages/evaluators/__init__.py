@@ -1,0 +1,1 @@
+"""How rewards are made: one rule a file."""

@@ -1,0 +1,89 @@
+"""INIT: makes the sandbox ready: files, setup commands, and what the agent's harness wants to find."""
+
+from __future__ import annotations
+
+import asyncio
+
+import structlog
+
+from rollyard.harnesses.harness import open_harness
+from rollyard.pipeline.handover import Held, advance
+from rollyard.schemas.errors import HarnessError, RollyardError, SandboxError, TaskError
+from rollyard.schemas.failure import Failure
+from rollyard.schemas.rollout import RolloutEvent, RolloutState, StageName
+from rollyard.schemas.task import Task
+from rollyard.stages.agent_context import agent_context
+from rollyard.stages.sandbox import Labels, Sandbox
+from rollyard.stages.stage import StageContext, StageFailed, now_ms
+
+log = structlog.get_logger(__name__)
+
+
+class Init:
+    """The stage that turns an admitted rollout into a ready sandbox."""
+
+    name: StageName = "init"
+
+    def __init__(self, context: StageContext) -> None:
+        self._context = context
+
+    async def work(self, held: Held) -> RolloutState:
+        """Make a sandbox and prepare it; the next state is RUN, at the sandbox's place."""
+        state, started_ms = held.state, now_ms()
+        task = await self._context.tasks.get(state.rollout.run, state.rollout.task_id)
+        labels = Labels(
+            run=state.rollout.run,
+            rollout_id=state.rollout.rollout_id,
+            attempt=state.attempt,
+            owner=self._context.worker,
+            created_ms=started_ms,
+        )
+        backend = self._context.backend(task.sandbox.backend)
+        sandbox = await backend.create(labels)
+        try:
+            try:
+                async with asyncio.timeout(task.timeouts.init_s):
+                    await self._prepare(sandbox, state, task)
+            except TimeoutError:
+                raise StageFailed(
+                    Failure.of("init", f"INIT took longer than {task.timeouts.init_s:g} s", "raise timeouts.init_s")
+                ) from None
+            await self._context.record(
+                RolloutEvent(
+                    kind="initialized",
+                    rollout=state.rollout,
+                    attempt=state.attempt,
+                    started_ms=started_ms,
+                    at_ms=now_ms(),
+                    worker=self._context.worker,
+                    place=sandbox.ref.place,
+                )
+            )
+        except BaseException:
+            await asyncio.shield(sandbox.destroy())
+            raise
+        return advance(state, position="run", place=sandbox.ref.place, sandbox=sandbox.ref)
+
+    def failure(self, error: RollyardError) -> Failure | None:
+        """Sandboxes and harnesses that cannot be prepared end the attempt; the bus does not."""
+        if isinstance(error, SandboxError | HarnessError):
+            return Failure.of("init", error.message, error.hint)
+        if isinstance(error, TaskError):
+            return Failure(kind="init", message=error.message, hint=error.hint)
+        return None
+
+    async def abandon(self, state: RolloutState) -> None:
+        """Remove the sandbox that nobody will use."""
+        if state.position == "run" and state.sandbox is not None:
+            await (await self._context.backend(state.sandbox.backend).open(state.sandbox)).destroy()
+
+    async def _prepare(self, sandbox: Sandbox, state: RolloutState, task: Task) -> None:
+        await sandbox.put_files(task.sandbox.files)
+        harness = open_harness(task.agent.harness)
+        await sandbox.put_files(harness.files(agent_context(self._context, state, task, sandbox)), base="home")
+        for number, script in enumerate(task.sandbox.setup, 1):
+            ended = await sandbox.exec(script, env=task.sandbox.env, timeout_s=task.timeouts.init_s)
+            if ended.timed_out or ended.exit_code != 0:
+                how = "ran out of time" if ended.timed_out else f"ended with {ended.exit_code}"
+                tail = (ended.stderr or ended.stdout)[-500:].decode(errors="replace").strip()
+                raise StageFailed(Failure.of("init", f"setup command {number} {how}: {tail}", "see sandbox.setup"))

@@ -1,0 +1,27 @@
+"""What only plug-ins know about a task: whether its harness, rule and backend exist and take these arguments."""
+
+from __future__ import annotations
+
+from rollyard.harnesses.harness import open_harness
+from rollyard.schemas.errors import RollyardError
+from rollyard.schemas.task import Task
+from rollyard.stages.evaluator import open_rule
+from rollyard.stages.sandbox import BACKENDS
+
+
+def check_task(task: Task) -> list[str]:
+    """Texts `field: what is wrong (how to mend it)`; none when the task is fine."""
+    problems: list[str] = []
+    try:
+        open_harness(task.agent.harness).validate_args(task.agent.args)
+    except RollyardError as error:
+        problems.append(str(error))
+    try:
+        open_rule(task.evaluation.rule, task.evaluation.args)
+    except RollyardError as error:
+        problems.append(str(error))
+    try:
+        BACKENDS.load(task.sandbox.backend)
+    except RollyardError as error:
+        problems.append(f"sandbox.backend: {error}")
+    return problems

@@ -1,0 +1,234 @@
+"""The worker's side of shim.sh: starting a shim, and reading what it keeps in its control folder."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import resource
+import secrets
+import shutil
+import signal
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, cast
+
+from rollyard.harnesses.harness import Command
+from rollyard.schemas.errors import SandboxError
+from rollyard.stages.sandbox import EndReason, ProcessEnd
+
+SCRIPT: Final = Path(__file__).with_name("shim.sh")
+LOCK_FD: Final = 9
+POLL_S: Final = 0.05
+_FILE_BLOCK_BYTES: Final = 512
+_SIGNALS: Final = frozenset(signal.valid_signals())
+# Python ignores SIGPIPE and SIGXFSZ; an ignored signal stays ignored through exec.
+_DEFAULT_SIGNALS: Final = (
+    signal.SIGPIPE,
+    signal.SIGXFSZ,
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGCHLD,
+)
+
+
+class Children:
+    """The shims that this process started. They are reaped as they end, without a thread for each."""
+
+    def __init__(self) -> None:
+        self._files: dict[int, int] = {}
+        self._ended: dict[int, asyncio.Event] = {}
+        self._poll: asyncio.Task[None] | None = None
+
+    def adopt(self, pid: int) -> asyncio.Event:
+        """An event that is set when `pid` has ended."""
+        self._ended[pid] = asyncio.Event()
+        try:
+            self._files[pid] = os.pidfd_open(pid)
+        except (AttributeError, OSError):  # not Linux, or no descriptor left
+            if self._poll is None or self._poll.done():
+                self._poll = asyncio.create_task(self._reap_unwatched())
+        else:
+            asyncio.get_running_loop().add_reader(self._files[pid], self._on_end, pid)
+        return self._ended[pid]
+
+    def close(self) -> None:
+        """Forget all; they live on."""
+        for file in self._files.values():
+            asyncio.get_running_loop().remove_reader(file)
+            os.close(file)
+        self._files.clear()
+        for ended in self._ended.values():
+            ended.set()
+        self._ended.clear()
+        if self._poll is not None:
+            self._poll.cancel()
+
+    def _on_end(self, pid: int) -> None:
+        file = self._files.pop(pid)
+        asyncio.get_running_loop().remove_reader(file)
+        os.close(file)
+        _reaped(pid)
+        self._ended.pop(pid).set()
+
+    async def _reap_unwatched(self) -> None:
+        while unwatched := self._ended.keys() - self._files.keys():
+            for pid in unwatched:
+                if _reaped(pid):
+                    self._ended.pop(pid).set()
+            await asyncio.sleep(POLL_S)
+
+
+def _reaped(pid: int) -> bool:
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    except ChildProcessError:
+        return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShimSettings:
+    """What all shims of a backend are given."""
+
+    lease: Path
+    lease_s: float
+    boot_id: str
+    max_file_bytes: int
+    shell: str = "/bin/sh"
+    setsid: str = shutil.which("setsid") or ""  # empty: Python does its work
+
+
+@dataclass(frozen=True, slots=True)
+class Shim:
+    """One process of a sandbox, as its control folder shows it."""
+
+    folder: Path
+    mark: str
+
+    def spawn(
+        self, work: Path, command: Command, env: Mapping[str, str], deadline_s: float, settings: ShimSettings
+    ) -> tuple[int, str]:
+        """Start a shim that will try to claim this process; returns its pid and its token. Raises SandboxError."""
+        token = secrets.token_hex(8)
+        stdin = Path(os.devnull)
+        try:
+            self.folder.mkdir(mode=0o700, exist_ok=True)
+            if command.stdin:
+                stdin = self.folder / f"stdin.{token}"
+                stdin.write_bytes(command.stdin)
+            lock = _locked(self.folder / f"lock.{token}", os.O_CREAT)
+            try:
+                pid = os.posix_spawn(
+                    settings.shell,
+                    self._argv(work, stdin, token, deadline_s, settings) + list(command.argv),
+                    env,
+                    file_actions=[
+                        *((os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in (0, 1, 2)),
+                        (os.POSIX_SPAWN_DUP2, lock, LOCK_FD),
+                    ],
+                    setsid=True,
+                    setsigdef=_DEFAULT_SIGNALS,
+                    setsigmask=(),
+                )
+            finally:
+                os.close(lock)
+        except (OSError, ValueError) as error:
+            raise SandboxError(
+                f"the process {self.folder.name!r} cannot be started in {work}: {error}",
+                hint="is the sandbox still there? Command and environment hold no NUL and are at most 128 KiB each",
+            ) from error
+        return pid, token
+
+    def _argv(self, work: Path, stdin: Path, token: str, deadline_s: float, settings: ShimSettings) -> list[str]:
+        _, most_bytes = resource.getrlimit(resource.RLIMIT_FSIZE)
+        file_bytes = settings.max_file_bytes if most_bytes < 0 else min(settings.max_file_bytes, most_bytes)
+        return [
+            "sh",
+            *map(str, (SCRIPT, self.folder, work, stdin, settings.lease)),
+            *(str(max(1, round(seconds * 1000))) for seconds in (settings.lease_s, deadline_s)),
+            self.mark,
+            token,
+            settings.boot_id,
+            str(file_bytes // _FILE_BLOCK_BYTES),
+            settings.setsid,
+            sys.executable,
+        ]
+
+    def claimed_by(self) -> str:
+        """The token of the shim that made the claim; empty: none did."""
+        return _line(self.folder / "started")
+
+    def started(self) -> bool:
+        """Whether somebody made the claim, even one that died at it."""
+        return (self.folder / "started").exists()
+
+    def end(self) -> ProcessEnd | None:
+        """How the process ended, if its shim saw it."""
+        status, _, reason = _line(self.folder / "exit").partition(" ")
+        return ProcessEnd(_exit_code(int(status)), cast(EndReason, reason)) if reason else None
+
+    def alive(self) -> bool:
+        """Whether a shim of this process lives: it holds a lock that dies with it."""
+        for path in self.folder.glob("lock.*"):
+            try:
+                os.close(_locked(path))
+            except BlockingIOError:
+                return True
+            except FileNotFoundError:
+                return False
+        return False
+
+    def ask_killed(self) -> None:
+        """Let the shim write `killed` as the reason of the end, and what a dead shim left behind stop watching."""
+        with suppress(FileNotFoundError):
+            (self.folder / "killed").touch()
+
+    def kill_group(self, boot_id: str) -> None:
+        """Kill the agent and its process group, if they are what the shim started."""
+        pid, _, rest = _line(self.folder / "pid").partition(" ")
+        start_time, _, boot = rest.partition(" ")
+        if not boot or boot != boot_id:
+            return
+        # A group lives on after its leader; only a leader of another start time says that the number was given anew.
+        if _start_time(pid) in ("", start_time):
+            for kill in (os.kill, os.killpg):
+                with suppress(ProcessLookupError, PermissionError):
+                    kill(int(pid), signal.SIGKILL)
+
+
+def _locked(path: Path, flags: int = 0) -> int:
+    """A descriptor of `path` that holds its lock. Raises BlockingIOError when another holds it."""
+    file = os.open(path, os.O_RDWR | flags, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Above LOCK_FD, so that no descriptor is duplicated onto itself, which would leave it closed on exec.
+        return fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, LOCK_FD + 1)
+    finally:
+        os.close(file)
+
+
+def _line(path: Path) -> str:
+    """The one line of a file; empty when there is no file, or a shim died while writing it."""
+    try:
+        data = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    return data[:-1].decode(errors="replace") if data.endswith(b"\n") else ""
+
+
+def _exit_code(status: int) -> int:
+    """A shell's status as Python counts it: 128 + n becomes -n."""
+    return 128 - status if status - 128 in _SIGNALS else status
+
+
+def _start_time(pid: str) -> str:
+    """Clock tick at which a process was started; empty when there is none, or no /proc."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[19]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""

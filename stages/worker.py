@@ -1,0 +1,183 @@
+"""A worker: any subset of the stages in one process. Start as many as you like, kill them as you like."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from typing import Final
+
+import structlog
+
+from rollyard.pipeline.blobs import BlobStore
+from rollyard.pipeline.bus import Bus
+from rollyard.pipeline.cancels import Cancels
+from rollyard.pipeline.config import Config, WorkerStage
+from rollyard.pipeline.consumer import ConsumerLoop
+from rollyard.pipeline.leases import LeaseView, hold_lease
+from rollyard.pipeline.streams import ConsumerSpec, ensure
+from rollyard.pipeline.taskstore import TaskStore
+from rollyard.schemas import subjects
+from rollyard.schemas.errors import BusError
+from rollyard.schemas.fleet import Lease
+from rollyard.stages.admit import Admit
+from rollyard.stages.aggregate import Aggregate
+from rollyard.stages.eval import Eval
+from rollyard.stages.init import Init
+from rollyard.stages.plugin_check import check_task
+from rollyard.stages.run import Run
+from rollyard.stages.sandbox import ANY_PLACE, SandboxBackend, open_backend
+from rollyard.stages.stage import Stage, StageContext, StageHandler
+from rollyard.stages.sweeper import sweep_orphans
+
+log = structlog.get_logger(__name__)
+
+CONNECT_WAIT_S: Final = 60.0
+DRAIN_S: Final = {"init": 15.0, "run": 0.0, "eval": 0.0, "aggregate": 15.0}
+"""How long held messages may go on after a stop. Agents and evaluation commands live on by themselves."""
+
+
+async def run_worker(config: Config, stages: Sequence[WorkerStage], slots: int, stop: asyncio.Event) -> None:
+    """Work in the given stages until `stop` is set. Raises BusError when the bus closes the connection for good."""
+    name = f"{socket.gethostname()}-{os.getpid()}"
+    blobs = BlobStore(config.blobs_dir())
+    async with AsyncExitStack() as stack:
+        bus = await stack.enter_async_context(
+            Bus.connect(config.nats.url, name=f"worker-{name}", blobs=blobs, wait_s=CONNECT_WAIT_S)
+        )
+        for difference in await ensure(bus, config.limits):
+            log.warning("stream_differs", difference=difference)
+        backends = await _open_backends(stack, config)
+        context = StageContext(
+            bus=bus,
+            config=config,
+            worker=name,
+            tasks=TaskStore(bus),
+            cancels=await stack.enter_async_context(Cancels.following(bus)),
+            backends=backends,
+            secret=config.secret() if {"init", "run"} & set(stages) else b"",
+        )
+        await _hold_places(stack, context, stages)
+        jobs = [job async for job in _jobs(stack, context, stages, slots)]
+        log.info("worker_started", stages=list(stages), slots=slots, places=sorted(_places(backends.values())))
+        async with asyncio.TaskGroup() as group:
+            watch = group.create_task(_fail_when_closed(bus))
+            running = [group.create_task(job(stop)) for job in jobs]
+            await asyncio.wait(running)
+            watch.cancel()
+
+
+async def _open_backends(stack: AsyncExitStack, config: Config) -> dict[str, SandboxBackend]:
+    settings = {"root": str(config.sandboxes_dir()), "lease_s": config.worker.lease_s * 4}
+    backends: dict[str, SandboxBackend] = {}
+    for name in config.worker.backends:
+        backends[name] = await stack.enter_async_context(open_backend(name, settings if name == "local" else {}))
+    return backends
+
+
+def _places(backends: Iterable[SandboxBackend]) -> set[str]:
+    return {backend.place for backend in backends}
+
+
+async def _hold_places(stack: AsyncExitStack, context: StageContext, stages: Sequence[str]) -> None:
+    """Show that the places which this worker serves are alive, and keep their sandboxes from ending themselves."""
+    if not {"init", "run", "eval"} & set(stages):
+        return
+    lease_s = context.config.worker.lease_s
+    for place in _places(context.backends.values()) - {ANY_PLACE}:
+        lease = Lease(owner=place, lease_s=lease_s)
+        await stack.enter_async_context(hold_lease(context.bus, subjects.NODES, lease, release=False))
+    await stack.enter_async_context(_background(_renew_sandboxes(context, lease_s / 3)))
+    if "init" in stages:
+        await stack.enter_async_context(_background(sweep_orphans(context)))
+
+
+async def _renew_sandboxes(context: StageContext, period_s: float) -> None:
+    while True:
+        for backend in context.backends.values():
+            await backend.renew_lease()
+        await asyncio.sleep(period_s)
+
+
+@asynccontextmanager
+async def _background(work: Awaitable[None]) -> AsyncIterator[None]:
+    task = asyncio.ensure_future(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def _jobs(
+    stack: AsyncExitStack, context: StageContext, stages: Sequence[str], slots: int
+) -> AsyncIterator[Callable[[asyncio.Event], Coroutine[None, None, None]]]:
+    """What to run for each stage: admit by itself, the others a consumer loop for each pool or place."""
+    pools, places = sorted(context.backends), sorted(_places(context.backends.values()))
+    for name in stages:
+        match name:
+            case "admit":
+                yield Admit(context, check_task).run
+            case "init":
+                for pool in pools:
+                    room = _room(context, context.backends[pool].place)
+                    yield _loop(context, Init(context), pool, slots, room).run
+            case "run":
+                for place in places:
+                    yield _loop(context, Run(context), place, slots).run
+            case "eval":
+                for place in places:
+                    yield _loop(context, Eval(context), place, slots).run
+            case "aggregate":
+                gateways = await stack.enter_async_context(LeaseView.following(context.bus, subjects.GATEWAYS))
+                yield _loop(context, Aggregate(context, gateways), None, slots).run
+
+
+def _loop(
+    context: StageContext,
+    stage: Stage,
+    where: str | None,
+    slots: int,
+    room: Callable[[], Awaitable[int]] | None = None,
+) -> ConsumerLoop:
+    settings = context.config.worker
+    spec = ConsumerSpec(
+        stream=subjects.STAGES,
+        name=subjects.stage_consumer(stage.name, where),
+        filter_subject=subjects.stage_filter(stage.name, where),
+        ack_wait_s=settings.ack_wait_s,
+    )
+    return ConsumerLoop(
+        context.bus,
+        spec,
+        StageHandler(context, stage),
+        slots=slots,
+        heartbeat_s=settings.heartbeat_s,
+        drain_s=DRAIN_S[stage.name],
+        room=room,
+    )
+
+
+def _room(context: StageContext, place: str) -> Callable[[], Awaitable[int]]:
+    """How many more sandboxes may be made ready at a place before RUN has taken some."""
+    consumer = subjects.stage_consumer("run", place)
+
+    async def room() -> int:
+        try:
+            info = await context.bus.api(f"CONSUMER.INFO.{subjects.STAGES}.{consumer}")
+            waiting = int(info["num_pending"])
+        except BusError:
+            # Nobody has served RUN at this place yet.
+            found = await context.bus.subjects(subjects.STAGES, subjects.stage_filter("run", place))
+            waiting = sum(found.values())
+        return context.config.worker.max_ready - waiting
+
+    return room
+
+
+async def _fail_when_closed(bus: Bus) -> None:
+    await bus.closed.wait()
+    raise BusError("the bus closed the connection for good", hint="see the log of nats-server; start the worker again")
