@@ -1,0 +1,114 @@
+"""Rollyard: tasks in, training samples out.
+
+This is the public API for trainers. `import rollyard` is cheap: a name is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rollyard.pipeline.client import Client, SubmitReport, connect
+    from rollyard.pipeline.progress import RunStatus
+    from rollyard.pipeline.reader import Reader
+    from rollyard.pipeline.results import GroupBatch
+    from rollyard.pipeline.sync_client import SyncClient, SyncReader, connect_sync
+    from rollyard.pipeline.taskfile import TaskFile, read_task_file
+    from rollyard.schemas.errors import (
+        BlobError,
+        BusError,
+        BusFull,
+        ConfigError,
+        Conflict,
+        DecodeError,
+        RollyardError,
+        TaskError,
+        TooLarge,
+        WaitTimeout,
+    )
+    from rollyard.schemas.failure import Failure
+    from rollyard.schemas.packed import Logprobs, LossMask, TokenIds, Versions
+    from rollyard.schemas.sample import Delivery, Group, Sample, Timings
+    from rollyard.schemas.task import AgentSpec, EvaluationSpec, Sampling, SandboxSpec, Task, Timeouts
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AgentSpec",
+    "BlobError",
+    "BusError",
+    "BusFull",
+    "Client",
+    "ConfigError",
+    "Conflict",
+    "DecodeError",
+    "Delivery",
+    "EvaluationSpec",
+    "Failure",
+    "Group",
+    "GroupBatch",
+    "Logprobs",
+    "LossMask",
+    "Reader",
+    "RollyardError",
+    "RunStatus",
+    "Sample",
+    "Sampling",
+    "SandboxSpec",
+    "SubmitReport",
+    "SyncClient",
+    "SyncReader",
+    "Task",
+    "TaskError",
+    "TaskFile",
+    "Timeouts",
+    "Timings",
+    "TokenIds",
+    "TooLarge",
+    "Versions",
+    "WaitTimeout",
+    "__version__",
+    "connect",
+    "connect_sync",
+    "read_task_file",
+]
+
+_HOMES = {
+    "pipeline.client": ("Client", "SubmitReport", "connect"),
+    "pipeline.progress": ("RunStatus",),
+    "pipeline.reader": ("Reader",),
+    "pipeline.results": ("GroupBatch",),
+    "pipeline.sync_client": ("SyncClient", "SyncReader", "connect_sync"),
+    "pipeline.taskfile": ("TaskFile", "read_task_file"),
+    "schemas.errors": (
+        "BlobError",
+        "BusError",
+        "BusFull",
+        "ConfigError",
+        "Conflict",
+        "DecodeError",
+        "RollyardError",
+        "TaskError",
+        "TooLarge",
+        "WaitTimeout",
+    ),
+    "schemas.failure": ("Failure",),
+    "schemas.packed": ("Logprobs", "LossMask", "TokenIds", "Versions"),
+    "schemas.sample": ("Delivery", "Group", "Sample", "Timings"),
+    "schemas.task": ("AgentSpec", "EvaluationSpec", "Sampling", "SandboxSpec", "Task", "Timeouts"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOME_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

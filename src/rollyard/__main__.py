@@ -1,0 +1,7 @@
+"""`python -m rollyard`."""
+
+import sys
+
+from rollyard.cli import main
+
+sys.exit(main())

@@ -1,0 +1,240 @@
+"""What a trainer does, from the shell: submit, status, cancel; and the pool of model servers: llm."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rollyard.cli.common import Commands, command, config_of, connected, json_flag, run_async, table, to_json
+
+if TYPE_CHECKING:
+    from rollyard.pipeline.bus import Bus
+    from rollyard.pipeline.config import Config
+    from rollyard.pipeline.kv import Bucket
+    from rollyard.pipeline.progress import RunStatus
+    from rollyard.pipeline.tokenmeter import TokenMeter
+    from rollyard.schemas.fleet import LlmServer
+    from rollyard.schemas.task import Task
+
+PLAIN_EVERY_S = 5.0
+LIVE_EVERY_S = 0.5
+
+
+def add(commands: Commands) -> None:
+    """The commands of this file."""
+    submit = command(commands, "submit", run_submit, "check a task file and publish its tasks")
+    submit.add_argument("file", metavar="FILE", help="JSONL, one task a line; - reads standard input")
+    submit.add_argument("--run", dest="run_name", metavar="RUN", help="name of the run")
+    submit.add_argument("--check", action="store_true", help="only check the file")
+    json_flag(submit)
+    status = command(commands, "status", run_status, "show how far runs are")
+    status.add_argument("--run", dest="run_name", metavar="RUN", help="only this run (default: all)")
+    status.add_argument("--follow", action="store_true", help="go on until everything is delivered, or Ctrl-C")
+    json_flag(status)
+    cancel = command(commands, "cancel", run_cancel, "end a run, a task or one rollout")
+    cancel.add_argument("--run", dest="run_name", required=True, metavar="RUN", help="name of the run")
+    cancel.add_argument("--task", metavar="ID", help="only this task")
+    cancel.add_argument("--index", type=int, metavar="N", help="only this rollout of the task")
+    cancel.add_argument("--reason", default="cancelled from the command line", help="what the samples will say")
+    _add_llm(commands)
+
+
+def _add_llm(commands: Commands) -> None:
+    llm = command(commands, "llm", run_llm_ls, "look at and change the pool of model servers")
+    kinds = llm.add_subparsers(title="what", metavar="WHAT", required=True)
+    json_flag(command(kinds, "ls", run_llm_ls, "list the servers"))
+    put = command(kinds, "add", run_llm_add, "add a server, or change one")
+    put.add_argument("url", metavar="URL", help="for example http://127.0.0.1:8000")
+    put.add_argument("--engine", choices=("vllm", "openai", "llamacpp"), required=True, help="what it is")
+    put.add_argument("--model-name", default="default", help="name under which tasks ask for it (default: default)")
+    put.add_argument("--model", metavar="NAME", default="", help="the model's name at that server")
+    put.add_argument(
+        "--mode", choices=("capture", "tokens"), default="capture", help="who tokenises: server or gateway"
+    )
+    put.add_argument("--tokenizer", metavar="FILE", default="", help="tokenizer.json or GGUF, for --mode tokens")
+    put.add_argument("--api-key-env", metavar="VAR", default="", help="variable of the gateways that holds its API key")
+    put.add_argument("--id", dest="server_id", metavar="ID", help="its name in the pool (default: made from the URL)")
+    drop = command(kinds, "rm", run_llm_rm, "take a server out of the pool")
+    drop.add_argument("server_id", metavar="ID", help="its name, from `llm ls`")
+
+
+def run_submit(args: argparse.Namespace) -> int:
+    """Check the whole file, then publish."""
+    from rollyard.pipeline.taskfile import read_task_file
+    from rollyard.schemas.errors import ConfigError
+    from rollyard.stages.plugin_check import check_task
+
+    path = Path("/dev/stdin" if args.file == "-" else args.file)
+    tasks = read_task_file(path, check_task)
+    if args.check:
+        rollouts = sum(task.group_size for task in tasks.tasks)
+        report = {"tasks": len(tasks.tasks), "repeated": tasks.repeated, "rollouts": rollouts}
+        print(to_json(report) if args.json else f"{path}: {len(tasks.tasks)} tasks, {rollouts} rollouts, no errors")
+        return 0
+    if not args.run_name:
+        raise ConfigError("submit needs the name of a run", hint="add --run NAME")
+    return run_async(_submit(args, config_of(args), tasks.tasks))
+
+
+async def _submit(args: argparse.Namespace, config: Config, tasks: list[Task]) -> int:
+    from rollyard.pipeline.client import Client
+
+    async with connected(config) as bus:
+        report = await Client(bus, args.run_name).submit(tasks)
+    if args.json:
+        print(to_json({"run": args.run_name, "accepted": report.accepted, "repeated": report.repeated}))
+    else:
+        repeated = f", {report.repeated} were there already" if report.repeated else ""
+        print(f"{report.accepted} tasks published to run {args.run_name}{repeated}.")
+    return 0
+
+
+def run_status(args: argparse.Namespace) -> int:
+    """Show snapshots; with --follow, until everything is delivered."""
+    return run_async(_status(args, config_of(args)))
+
+
+async def _status(args: argparse.Namespace, config: Config) -> int:
+    async with connected(config) as bus:
+        if args.follow:
+            await follow(bus, args.run_name, as_json=args.json)
+            return 0
+        for status in await snapshots(bus, args.run_name):
+            print(to_json(status) if args.json else _render(status, None, 0.0, live=sys.stdout.isatty()))
+    return 0
+
+
+async def snapshots(bus: Bus, run: str | None, meter: TokenMeter | None = None) -> list[RunStatus]:
+    """The state of one run, or of every run that has tasks. `meter` counts the tokens of that one run."""
+    from rollyard.pipeline.kv import Bucket
+    from rollyard.pipeline.progress import run_status as snapshot
+    from rollyard.schemas import subjects
+    from rollyard.schemas.fleet import Run
+
+    runs = [run] if run else [found.run async for _, found, _ in Bucket[Run](bus, subjects.RUNS, Run).items()]
+    tokens = await meter.count() if meter else None
+    return [await snapshot(bus, name, tokens=tokens) for name in runs]
+
+
+async def follow(bus: Bus, run: str | None, *, as_json: bool = False, meter: TokenMeter | None = None) -> None:
+    """Show progress until everything is delivered: in place on a terminal, else a line from time to time."""
+    live = sys.stdout.isatty() and not as_json
+    before: dict[str, RunStatus] = {}
+    seen_at = time.monotonic()
+    drawn = 0
+    while True:
+        statuses = await snapshots(bus, run, meter)
+        now = time.monotonic()
+        if as_json:
+            print("\n".join(map(to_json, statuses)), flush=True)
+        else:
+            text = "\n".join(_render(status, before.get(status.run), now - seen_at, live=live) for status in statuses)
+            # Up to the first line of the last drawing, and erase from there.
+            print((f"\x1b[{drawn}F\x1b[J" if drawn else "") + text, flush=True)
+            drawn = text.count("\n") + 1 if live else 0
+        if statuses and all(map(is_done, statuses)):
+            return
+        before, seen_at = {status.run: status for status in statuses}, now
+        await asyncio.sleep(LIVE_EVERY_S if live else PLAIN_EVERY_S)
+
+
+def is_done(status: RunStatus) -> bool:
+    """Whether everything that was submitted is delivered."""
+    return status.rollouts > 0 and not status.tasks_waiting and status.tasks_closed == status.tasks
+
+
+def _render(status: RunStatus, before: RunStatus | None, elapsed_s: float, *, live: bool) -> str:
+    from rollyard.pipeline.progress import render_status
+
+    return render_status(status, before, elapsed_s, shutil.get_terminal_size().columns if live else None)
+
+
+def run_cancel(args: argparse.Namespace) -> int:
+    """Write the cancel; the roles do the rest."""
+    return run_async(_cancel(args, config_of(args)))
+
+
+async def _cancel(args: argparse.Namespace, config: Config) -> int:
+    from rollyard.pipeline.client import Client
+
+    async with connected(config) as bus:
+        await Client(bus, args.run_name).cancel(args.task, args.index, reason=args.reason)
+    print("Cancelled. Rollouts that had not ended are delivered with status `cancelled`.")
+    return 0
+
+
+def run_llm_ls(args: argparse.Namespace) -> int:
+    """List the pool."""
+    return run_async(_llm_ls(args, config_of(args)))
+
+
+async def _llm_ls(args: argparse.Namespace, config: Config) -> int:
+    async with connected(config) as bus:
+        servers = [server async for _, server, _ in _pool(bus).items()]
+    if args.json:
+        print(to_json(servers))
+        return 0
+    rows = [(one.server_id, one.model, one.engine, one.mode, one.url, one.policy_version) for one in servers]
+    print(table(("id", "model", "engine", "mode", "url", "policy version"), rows))
+    return 0
+
+
+def run_llm_add(args: argparse.Namespace) -> int:
+    """Add a server to the pool."""
+    return run_async(_llm_add(args, config_of(args)))
+
+
+async def _llm_add(args: argparse.Namespace, config: Config) -> int:
+    from rollyard.schemas import subjects
+    from rollyard.schemas.errors import ConfigError
+    from rollyard.schemas.fleet import LlmServer
+
+    if not args.url.startswith(("http://", "https://")):
+        raise ConfigError(f"{args.url!r} is not a URL", hint="for example http://127.0.0.1:8000")
+    url = args.url.rstrip("/").removesuffix("/v1")
+    server_id = args.server_id or url.partition("://")[2].replace(".", "-").replace(":", "-").replace("/", "-")
+    server = LlmServer(
+        server_id=server_id,
+        url=url,
+        engine=args.engine,
+        model=args.model_name,
+        upstream_model=args.model,
+        mode=args.mode,
+        tokenizer=args.tokenizer,
+        api_key_env=args.api_key_env,
+    )
+    async with connected(config) as bus:
+        await _pool(bus).put(subjects.token(server_id), server)
+    print(f"{server_id} serves {server.model!r} from {url}.")
+    return 0
+
+
+def run_llm_rm(args: argparse.Namespace) -> int:
+    """Take a server out of the pool."""
+    return run_async(_llm_rm(args, config_of(args)))
+
+
+async def _llm_rm(args: argparse.Namespace, config: Config) -> int:
+    from rollyard.schemas import subjects
+    from rollyard.schemas.errors import ConfigError
+
+    async with connected(config) as bus:
+        key = subjects.token(args.server_id)
+        if await _pool(bus).get(key) is None:
+            raise ConfigError(f"no server {args.server_id!r} is in the pool", hint="`rollyard llm ls` lists them")
+        await _pool(bus).delete(key)
+    print(f"{args.server_id} is out of the pool.")
+    return 0
+
+
+def _pool(bus: Bus) -> Bucket[LlmServer]:
+    from rollyard.pipeline.kv import Bucket
+    from rollyard.schemas import subjects
+    from rollyard.schemas.fleet import LlmServer
+
+    return Bucket[LlmServer](bus, subjects.LLM_SERVERS, LlmServer)

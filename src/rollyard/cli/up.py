@@ -1,0 +1,125 @@
+"""`rollyard up`: a whole installation on this machine, until Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rollyard.cli.common import Commands, base_config, command, configure_logging
+from rollyard.cli.services import port_number
+
+if TYPE_CHECKING:
+    from rollyard.pipeline.installation import Installation, ModelPlan, Plan
+
+DEFAULT_DATA = ".rollyard"
+
+
+def add(commands: Commands) -> None:
+    """The command of this file."""
+    up = command(commands, "up", run_up, "run a whole installation on this machine until Ctrl-C")
+    model_arguments(up)
+    up.add_argument("--nats-port", type=port_number, default=4222, help="port of nats-server (0: any free one)")
+    up.add_argument("--gateway-port", type=port_number, help="port of the gateway (default: [gateway] port; 0: any)")
+    up.add_argument("--model-port", type=port_number, default=0, help="port of our model server (default: any free)")
+
+
+def model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which model the agents get. Without any of these it is the small local one."""
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--llm", metavar="URL", default="", help="use the model server at this address")
+    which.add_argument("--scripted", metavar="SCRIPT", type=Path, help="use a scripted policy instead of a model")
+    parser.add_argument(
+        "--engine", choices=("vllm", "openai", "llamacpp"), default="openai", help="what the server of --llm is"
+    )
+    parser.add_argument("--api-key-env", metavar="VAR", default="", help="variable that holds that server's API key")
+    parser.add_argument("--model", metavar="NAME", default="", help="the model's name at that server")
+
+
+def model_of(args: argparse.Namespace) -> ModelPlan:
+    """The model server that the arguments ask for. Raises ConfigError, and SetupError without the local model."""
+    from rollyard.gateway import local_model
+    from rollyard.gateway.scripted.script import load_script
+    from rollyard.pipeline.installation import SERVER_ID, ModelPlan
+    from rollyard.schemas.errors import ConfigError
+    from rollyard.schemas.fleet import LlmServer
+
+    if args.llm:
+        if not args.llm.startswith(("http://", "https://")):
+            raise ConfigError(f"--llm {args.llm!r} is not a URL", hint="for example http://127.0.0.1:8000")
+        url = args.llm.rstrip("/").removesuffix("/v1")
+        return ModelPlan(entry=LlmServer(server_id=SERVER_ID, url=url, engine=args.engine, upstream_model=args.model))
+    if args.scripted:
+        name = args.model or load_script(args.scripted).models[0]
+        entry = LlmServer(
+            server_id=SERVER_ID,
+            url="",
+            engine="vllm",
+            upstream_model=name,
+            tokenizer=str(local_model.demo_model_path()),
+        )
+        return ModelPlan(entry=entry, command=("scripted-llm", str(args.scripted.absolute())))
+    weights = local_model.demo_model_path()
+    entry = LlmServer(
+        server_id=SERVER_ID,
+        url="",
+        engine="llamacpp",
+        mode="tokens",
+        upstream_model=local_model.DEMO_MODEL_NAME,
+        tokenizer=str(weights),
+        logprob_kind="raw",
+    )
+    return ModelPlan(entry=entry, command=("local-model",))
+
+
+def run_up(args: argparse.Namespace) -> int:
+    """Run until Ctrl-C or SIGTERM, which is the normal end."""
+    from rollyard.pipeline.installation import Plan
+
+    config = base_config(args)
+    configure_logging(config.log)
+    port = config.gateway.port if args.gateway_port is None else args.gateway_port
+    plan = Plan(
+        data=config.data_dir(),
+        base=config,
+        model=model_of(args),
+        nats_port=args.nats_port,
+        gateway_port=port,
+        model_port=args.model_port,
+    )
+    return asyncio.run(_up(plan))
+
+
+async def _up(plan: Plan) -> int:
+    from rollyard.pipeline.installation import Installation
+
+    print(f"Starting Rollyard in {plan.data.absolute()} ...", flush=True)
+    try:
+        async with Installation.running(plan) as installation:
+            print(describe(installation), flush=True)
+            try:
+                await asyncio.Event().wait()
+            finally:
+                print("Stopping ... (Ctrl-C once more ends everything at once)", file=sys.stderr, flush=True)
+    except asyncio.CancelledError:
+        print("Stopped.", file=sys.stderr)
+    return 0
+
+
+def describe(installation: Installation) -> str:
+    """What runs, and how to use it from another terminal."""
+    folder = installation.folder
+    option = "" if folder.root == Path(DEFAULT_DATA).absolute() else f" --data {folder.root}"
+    return f"""\
+Rollyard is up. Ctrl-C stops it.
+  bus       {installation.config.nats.url}
+  gateway   {installation.config.gateway.address()}
+  model     {installation.llm.url}
+  samples   {installation.config.samples_dir()}/run=*/part-*.parquet
+  logs      {folder.logs}/
+In another terminal:
+  rollyard submit tasks.jsonl --run first{option}
+  rollyard status --run first --follow{option}
+  rollyard samples ls{option}"""
