@@ -88,7 +88,9 @@ class Gateway:
             call.abort("the gateway stopped")
         tasks = [call.task for call in calls if call.task is not None]
         if tasks:
-            await asyncio.wait(tasks, timeout=self.settings.flush_s)
+            _, late = await asyncio.wait(tasks, timeout=self.settings.flush_s)
+            for task in late:
+                task.cancel()
 
     async def updates(self, grant: SessionGrant, request: ModelRequest) -> AsyncGenerator[Update, None]:
         """Make a call. `Finished` comes last, and only once the call's end is in the log. Raises Refusal.
@@ -300,15 +302,14 @@ class Call:
                     raise error from None
 
     def _engine_request(self, plan: Plan) -> EngineRequest:
-        ids = plan.prompt_ids
         return EngineRequest(
             call_id=self._call_id,
             server=plan.entry.server,
             params=plan.intent.params,
-            messages=self._request.messages if ids is None else [],
-            tools=self._request.tools if ids is None else None,
+            messages=self._request.messages,
+            tools=self._request.tools,
             extras=self._request.extras,
-            prompt_ids=ids,
+            prompt_ids=plan.prompt_ids,
         )
 
     async def _finish(self, plan: Plan, collector: Collector, status: CallStatus, refusal: Refusal | None) -> None:

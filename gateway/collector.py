@@ -22,7 +22,7 @@ class Collector:
     def __init__(self, call_id: str, created: int, *, prompt_ids: TokenIds | None = None, vocab_size: int = 0) -> None:
         self.finish_reason: str | None = None
         self.policy_version: int | None = None
-        self.sent_prompt = prompt_ids is not None
+        self._sent_prompt = prompt_ids is not None
         self.prompt_ids = prompt_ids or TokenIds()
         self._call_id = call_id
         self._created = created
@@ -47,8 +47,8 @@ class Collector:
             self._ids.append(chunk.token_ids.data)
         if chunk.logprobs is not None:
             self._logprobs.append(chunk.logprobs.data)
-        if chunk.prompt_ids is not None and not self.sent_prompt:
-            self.prompt_ids = chunk.prompt_ids
+        if chunk.prompt_ids is not None:
+            self._take_prompt(chunk.prompt_ids)
         self.finish_reason = chunk.finish_reason or self.finish_reason
         self._usage = chunk.usage or self._usage
         self._fault = self._fault or chunk.fault
@@ -57,6 +57,12 @@ class Collector:
         if chunk.text or chunk.reasoning:
             return Delta(self._call_id, self._created, chunk.text, chunk.reasoning)
         return None
+
+    def _take_prompt(self, told: TokenIds) -> None:
+        if not self._sent_prompt:
+            self.prompt_ids = told
+        elif told != self.prompt_ids:
+            self._fault = self._fault or "the server used another prompt than the one that was sent"
 
     def _add_tool_call(self, delta: dict[str, Any]) -> None:
         index = delta.get("index")

@@ -36,6 +36,12 @@ class GatewayMetrics:
         self.catch_ups = Counter(
             "rollyard_gateway_catch_ups_total", "Times a session was caught up from the log.", registry=registry
         )
+        self.canonical = Gauge(
+            "rollyard_gateway_canonical_messages",
+            "Messages that each rule of comparison changed.",
+            ["rule"],
+            registry=registry,
+        )
         self.in_flight = Gauge("rollyard_gateway_calls_in_flight", "Calls that are running.", registry=registry)
         self.owed = Gauge("rollyard_gateway_ends_owed", "Ends of calls not yet in the log.", registry=registry)
         self.log_fill = Gauge(

@@ -36,7 +36,7 @@ log = structlog.get_logger(__name__)
 
 CONNECT_WAIT_S: Final = 60.0
 START_TIMEOUT_S: Final = 30.0
-TRIM_EVERY_S: Final = 2.0
+HOUSEKEEPING_S: Final = 2.0
 
 
 class RunningGateway:
@@ -119,7 +119,7 @@ async def _background(gateway: Gateway, settings: GatewaySettings) -> AsyncItera
                 group.create_task(gateway.closed.run()),
                 group.create_task(gateway.pool.run()),
                 group.create_task(gateway.guard.run(settings.poll_s)),
-                group.create_task(_trim(gateway)),
+                group.create_task(_housekeep(gateway)),
             ]
             try:
                 await _know_closed_sessions(gateway)
@@ -145,10 +145,12 @@ async def _know_closed_sessions(gateway: Gateway) -> None:
         ) from None
 
 
-async def _trim(gateway: Gateway) -> None:
+async def _housekeep(gateway: Gateway) -> None:
     while True:
-        await asyncio.sleep(TRIM_EVERY_S)
+        await asyncio.sleep(HOUSEKEEPING_S)
         gateway.sessions.trim()
+        for rule, count in gateway.canonical.counts.items():
+            gateway.metrics.canonical.labels(rule).set(count)
 
 
 @asynccontextmanager

@@ -29,6 +29,9 @@ class BashArgs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     stream: Annotated[bool, Meta(description="ask for streams")] = False
     max_turns: Annotated[int, Meta(ge=1, le=1000, description="replies after which the agent gives up")] = 8
     command_timeout_s: Annotated[float, Meta(gt=0, description="seconds that one command may take")] = 30.0
+    programs: Annotated[
+        tuple[str, ...], Meta(description="programs that commands may use, below the working directory; empty: all")
+    ] = ()
 
     def __post_init__(self) -> None:
         if any(len(example) % 2 or not example for example in self.examples):
@@ -55,6 +58,7 @@ class Bash:
             "stream": args.stream,
             "max_turns": args.max_turns,
             "command_timeout_s": args.command_timeout_s,
+            "programs": args.programs,
         }
         return program_files(PROGRAM, config)
 

@@ -12,8 +12,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
-from datetime import datetime
+from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
@@ -24,6 +23,19 @@ from nats.aio.msg import Msg
 
 from rollyard.pipeline.blobs import BlobStore
 from rollyard.pipeline.inflight import ByteBudget
+from rollyard.pipeline.jetstream import (
+    NOT_FOUND,
+    ApiError,
+    FastHeaders,
+    Stored,
+    api_error,
+    check_page_end,
+    decode_get_reply,
+    decode_pub_ack,
+    is_page_end,
+    parse_headers,
+    unix_ms,
+)
 from rollyard.pipeline.replies import Replies
 from rollyard.schemas import subjects
 from rollyard.schemas.errors import BusError, BusFull, Conflict, TooLarge
@@ -39,52 +51,6 @@ WRITER_HEADER: Final = "Rollyard-Writer"
 BLOB_HEADER: Final = "Rollyard-Blob"
 EXPECTED_SEQ_HEADER: Final = "Nats-Expected-Last-Subject-Sequence"
 MSG_ID_HEADER: Final = "Nats-Msg-Id"
-
-_WRONG_SEQUENCE: Final = {10070, 10071, 10164}
-_FULL: Final = {10023, 10025, 10047, 10072, 10077, 10122}
-_NOT_FOUND: Final = {10037, 10059}
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A message as it stands in a stream; `data` is the body itself, also where the stream holds a pointer."""
-
-    stream: str
-    subject: str
-    seq: int
-    time_ms: int
-    data: bytes
-    headers: dict[str, str] = field(default_factory=dict)
-
-
-class _ApiError(msgspec.Struct):
-    code: int = 0
-    err_code: int = 0
-    description: str = ""
-
-
-class _PubAck(msgspec.Struct):
-    stream: str = ""
-    seq: int = 0
-    duplicate: bool = False
-    error: _ApiError | None = None
-
-
-class _RawMessage(msgspec.Struct):
-    subject: str
-    seq: int
-    time: str
-    data: bytes = b""
-    hdrs: bytes = b""
-
-
-class _GetReply(msgspec.Struct):
-    message: _RawMessage | None = None
-    error: _ApiError | None = None
-
-
-_pub_ack = msgspec.json.Decoder(_PubAck)
-_get_reply = msgspec.json.Decoder(_GetReply)
 
 
 class Bus:
@@ -105,7 +71,7 @@ class Bus:
         cls, url: str, *, name: str, blobs: BlobStore | None = None, wait_s: float = 5.0
     ) -> AsyncIterator[Bus]:
         """Connect; the first connection may take up to `wait_s`. Raises BusError when there is no server by then."""
-        client = Client()
+        client = FastHeaders()
         bus = cls(client, blobs)
         await bus._open(url, name, wait_s)
         try:
@@ -188,7 +154,7 @@ class Bus:
         reply = await self.request(f"$JS.API.{call}", data)
         answer: dict[str, Any] = msgspec.json.decode(reply.data)
         if "error" in answer:
-            raise _api_error(msgspec.convert(answer["error"], _ApiError), call)
+            raise api_error(msgspec.convert(answer["error"], ApiError), call)
         return answer
 
     async def stream_info(self, stream: str) -> dict[str, Any]:
@@ -279,9 +245,9 @@ class Bus:
     async def _write(self, subject: str, body: bytes, headers: dict[str, str]) -> int:
         async with self._budget.claim(len(body) + 256):
             reply = await self.request(subject, body, headers=headers or None)
-        ack = _pub_ack.decode(reply.data)
+        ack = decode_pub_ack(reply.data)
         if ack.error is not None:
-            raise _api_error(ack.error, subject)
+            raise api_error(ack.error, subject)
         return ack.seq
 
     async def _claim_check(self, data: bytes, headers: dict[str, str]) -> bytes:
@@ -302,20 +268,24 @@ class Bus:
         return await self._get(subjects.stream_of(subject), {"last_by_subj": subject})
 
     async def get(self, stream: str, seq: int) -> Stored | None:
-        """The message with that sequence, from the leader, or None."""
+        """The message with that sequence, or None: from any server, and from the leader when that one lacks it."""
+        if stream not in (subjects.TASKS, subjects.STAGES):  # work queues have no direct get
+            reply = await self.request(f"$JS.API.DIRECT.GET.{stream}", msgspec.json.encode({"seq": seq}))
+            if "Nats-Sequence" in (reply.headers or {}):
+                return await self._from_direct(stream, reply)
         return await self._get(stream, {"seq": seq})
 
     async def _get(self, stream: str, query: dict[str, Any]) -> Stored | None:
         reply = await self.request(f"$JS.API.STREAM.MSG.GET.{stream}", msgspec.json.encode(query))
-        found = _get_reply.decode(reply.data)
+        found = decode_get_reply(reply.data)
         if found.error is not None:
-            if found.error.err_code in _NOT_FOUND:
+            if found.error.err_code in NOT_FOUND:
                 return None
-            raise _api_error(found.error, stream)
+            raise api_error(found.error, stream)
         assert found.message is not None
         raw = found.message
         return await self.resolve(
-            Stored(stream, raw.subject, raw.seq, _unix_ms(raw.time), raw.data, parse_headers(raw.hdrs))
+            Stored(stream, raw.subject, raw.seq, unix_ms(raw.time), raw.data, parse_headers(raw.hdrs))
         )
 
     async def read(
@@ -329,10 +299,10 @@ class Bus:
         while until_seq is None or seq <= until_seq:
             query = {"seq": seq, "next_by_subj": subject_filter, "batch": PAGE_MESSAGES, "max_bytes": 4_000_000}
             page = await self._replies.ask_many(
-                f"$JS.API.DIRECT.GET.{stream}", msgspec.json.encode(query), _is_page_end, REQUEST_TIMEOUT_S
+                f"$JS.API.DIRECT.GET.{stream}", msgspec.json.encode(query), is_page_end, REQUEST_TIMEOUT_S
             )
             end = page.pop()
-            _check_page_end(end, stream)
+            check_page_end(end, stream)
             for message in page:
                 stored = await self._from_direct(stream, message)
                 if until_seq is not None and stored.seq > until_seq:
@@ -357,7 +327,7 @@ class Bus:
                 stream,
                 headers.pop("Nats-Subject"),
                 int(headers.pop("Nats-Sequence")),
-                _unix_ms(headers.pop("Nats-Time-Stamp")),
+                unix_ms(headers.pop("Nats-Time-Stamp")),
                 message.data,
                 headers,
             )
@@ -371,37 +341,3 @@ class Bus:
         if self.blobs is None:
             raise TooLarge(f"{stored.subject} is a pointer to a blob", hint="configure [store] blobs")
         return replace(stored, data=await asyncio.to_thread(self.blobs.get, name))
-
-
-def parse_headers(raw: bytes) -> dict[str, str]:
-    """NATS headers as a plain dictionary."""
-    lines = raw.decode().split("\r\n")[1:]
-    return {key: value.strip() for key, _, value in (line.partition(":") for line in lines) if key}
-
-
-def _unix_ms(text: str) -> int:
-    """RFC 3339 with nanoseconds, as the server writes it, to Unix milliseconds."""
-    whole, _, fraction = text.rstrip("Z").partition(".")
-    return int(datetime.fromisoformat(whole + "+00:00").timestamp()) * 1000 + int((fraction + "000")[:3])
-
-
-def _is_page_end(message: Msg) -> bool:
-    return bool(message.headers) and "Status" in (message.headers or {})
-
-
-def _check_page_end(end: Msg, stream: str) -> None:
-    headers = end.headers or {}
-    status = headers.get("Status", "")
-    if status not in ("204", "404"):
-        raise BusError(f"reading {stream} ended with {status} {headers.get('Description', '')}")
-
-
-def _api_error(error: _ApiError, what: str) -> BusError:
-    message = f"{what}: {error.description} ({error.err_code or error.code})"
-    if error.err_code in _WRONG_SEQUENCE:
-        return Conflict(message)
-    if error.err_code in _FULL:
-        return BusFull(f"no room for {message}", hint="give the store more room, or archive and purge closed runs")
-    if error.err_code == 10054:
-        return TooLarge(message)
-    return BusError(message)

@@ -95,7 +95,7 @@ class SinkConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     max_deliveries: Annotated[Count, Meta(description="deliveries of one cut")] = 2000
     max_bytes: Annotated[Count, Meta(description="encoded bytes of one cut")] = 64_000_000
-    max_wait_s: Annotated[Positive, Meta(description="a smaller cut is made after so long")] = 10.0
+    max_wait_s: Annotated[Positive, Meta(description="a smaller cut is made after so long")] = 5.0
 
 
 class LogConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -62,11 +62,13 @@ def check_port(port: int, what: str) -> None:
             ) from error
 
 
-def server_config(store_dir: Path, port: int, max_file_store_bytes: int) -> str:
-    """The configuration file of the embedded server."""
+def server_config(store_dir: Path, port: int, max_file_store_bytes: int, monitor_port: int = 0) -> str:
+    """The configuration file of the embedded server; with `monitor_port` it answers /varz and /jsz there."""
+    monitor = f'http: "127.0.0.1:{monitor_port}"\n' if monitor_port else ""
     return f"""\
 server_name: rollyard
 listen: "127.0.0.1:{port}"
+{monitor}\
 max_payload: 1MB
 max_pending: 256MB
 write_deadline: "30s"
@@ -81,7 +83,12 @@ jetstream {{
 
 @asynccontextmanager
 async def nats_server(
-    store_dir: Path, port: int = 0, *, max_file_store_bytes: int = 1 << 40, log_file: Path | None = None
+    store_dir: Path,
+    port: int = 0,
+    *,
+    max_file_store_bytes: int = 1 << 40,
+    log_file: Path | None = None,
+    monitor_port: int = 0,
 ) -> AsyncIterator[EmbeddedNats]:
     """Run nats-server with JetStream until the block ends. Port 0 takes a free one. Raises SetupError.
 
@@ -93,7 +100,7 @@ async def nats_server(
     port = port or free_port()
     store_dir.mkdir(parents=True, exist_ok=True)
     config = store_dir / "nats.conf"
-    config.write_text(server_config(store_dir, port, max_file_store_bytes))
+    config.write_text(server_config(store_dir, port, max_file_store_bytes, monitor_port))
     output = log_file or store_dir / "nats.log"
     with output.open("ab") as sink:
         process = await asyncio.create_subprocess_exec(

@@ -10,7 +10,8 @@ from typing import Any, Final
 import nats.errors
 from nats.aio.msg import Msg
 
-from rollyard.pipeline.bus import Bus, Stored
+from rollyard.pipeline.bus import Bus
+from rollyard.pipeline.jetstream import Stored
 from rollyard.schemas.errors import BusError
 
 HEARTBEAT_S: Final = 5.0

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any, Generic, TypeVar
 
-from rollyard.pipeline.bus import Bus, Stored
+from rollyard.pipeline.bus import Bus
 from rollyard.pipeline.codec import decode, encode
 from rollyard.pipeline.follow import CaughtUp, follow
+from rollyard.pipeline.jetstream import Stored
 from rollyard.schemas import subjects
 from rollyard.schemas.errors import Conflict
 

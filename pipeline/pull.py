@@ -14,7 +14,8 @@ import nats.errors
 import structlog
 from nats.aio.msg import Msg
 
-from rollyard.pipeline.bus import Bus, Stored
+from rollyard.pipeline.bus import Bus
+from rollyard.pipeline.jetstream import Stored
 from rollyard.schemas.errors import BusError
 
 log = structlog.get_logger(__name__)

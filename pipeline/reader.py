@@ -57,7 +57,7 @@ class Reader(Generic[T]):
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._started = self._closed = False
-        self._failure: RollyardError | None = None
+        self._failure: Exception | None = None
         self._last: T | None = None
 
     def __aiter__(self) -> Self:
@@ -177,12 +177,13 @@ class Reader(Generic[T]):
         try:
             async with pull.open():
                 while True:
-                    if len(self._waiting) >= PREFETCH or len(self._held) >= MAX_HELD:
+                    room = min(PREFETCH - len(self._waiting), MAX_HELD - len(self._held))
+                    if room > 0:
+                        await self._pull(pull, room)
+                    else:
                         self._changed.clear()
                         await self._changed.wait()
-                        continue
-                    await self._pull(pull, PREFETCH - len(self._waiting))
-        except RollyardError as error:
+        except Exception as error:  # noqa: BLE001 - the boundary: whoever waits for an item must hear of it
             self._failure = error
             self._changed.set()
 

@@ -22,7 +22,7 @@ from rollyard.pipeline.leases import LeaseView
 from rollyard.pipeline.log import LogEvent, read_rollout
 from rollyard.schemas import subjects
 from rollyard.schemas.call import CallIntent
-from rollyard.schemas.errors import DecodeError, RollyardError
+from rollyard.schemas.errors import ReplayError, RollyardError
 from rollyard.schemas.failure import Failure
 from rollyard.schemas.fleet import DeadLetter
 from rollyard.schemas.rollout import RolloutEvent, RolloutState, StageName
@@ -86,7 +86,9 @@ class Aggregate:
         wait_s = FIRST_WAIT_S
         newest = max(state.closed_seq, state.evaluated_seq)
         while True:
-            events = await read_rollout(self._bus, rollout.run, rollout.rollout_id, at_least=newest)
+            events = await read_rollout(
+                self._bus, rollout.run, rollout.rollout_id, at_least=newest, kinds=("call", "life")
+            )
             if state.status in ("failed", "cancelled"):
                 return events
             open_now = open_calls(events, state.attempt, state.closed_seq)
@@ -132,25 +134,23 @@ class Aggregate:
         """Create the commit, or obey the one that stands there."""
         rollout = state.rollout
         subject = subjects.log_subject(rollout.run, rollout.rollout_id, "commit")
-        standing = next((event for _, event in events if isinstance(event, Commit)), None)
-        if standing is None:
-            commit = await self._draft(state, events)
-            samples = samples_of(events, commit)
-            digests = tuple(SampleDigest(sample_id=s.sample_id, digest=sample_digest(s)) for s in samples)
-            commit = structs.replace(commit, samples=digests)
-            _, created = await self._bus.create(subject, encode(commit))
-            if created:
-                return commit, samples
-            stored = await self._bus.last(subject)
-            assert stored is not None
-            standing = decode(stored.data, Commit)
-            events = await read_rollout(self._bus, rollout.run, rollout.rollout_id, at_least=stored.seq)
+        commit = await self._draft(state, events)
+        samples = samples_of(events, commit)
+        digests = tuple(SampleDigest(sample_id=s.sample_id, digest=sample_digest(s)) for s in samples)
+        commit = structs.replace(commit, samples=digests)
+        _, created = await self._bus.create(subject, encode(commit))
+        if created:
+            return commit, samples
+        stored = await self._bus.last(subject)
+        assert stored is not None
+        standing: Commit = decode(stored.data, Commit)
         if standing.stitcher != STITCHER_VERSION:
             log.error("stitcher_missing", wanted=standing.stitcher, here=STITCHER_VERSION, rollout=rollout.rollout_id)
-            raise DecodeError(
+            raise ReplayError(
                 f"the commit of {rollout.rollout_id} names stitcher {standing.stitcher!r}, which this release lacks",
                 hint="run an aggregator of the release that has it",
             )
+        events = await read_rollout(self._bus, rollout.run, rollout.rollout_id, at_least=standing.cut_seq)
         return standing, samples_of(events, standing)
 
     async def _draft(self, state: RolloutState, events: Events) -> Commit:

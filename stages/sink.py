@@ -18,9 +18,10 @@ import structlog
 
 from rollyard.pipeline import crash
 from rollyard.pipeline.blobs import BlobStore
-from rollyard.pipeline.bus import Bus, Stored
+from rollyard.pipeline.bus import Bus
 from rollyard.pipeline.codec import decode
 from rollyard.pipeline.config import Config
+from rollyard.pipeline.jetstream import Stored
 from rollyard.schemas import subjects
 from rollyard.schemas.errors import BusError, DecodeError, SetupError
 from rollyard.schemas.sample import Delivery

@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from rollyard.gateway.local_model import demo_model_path
+from rollyard.harnesses import mini_swe_agent
 from rollyard.pipeline.blobs import BlobStore
 from rollyard.pipeline.bus import Bus
 from rollyard.pipeline.embedded import EmbeddedNats, nats_server
 from rollyard.pipeline.streams import ensure
+from rollyard.schemas.errors import SetupError
 
 # The machines of CI are shared: how long an example takes says nothing.
 settings.register_profile("rollyard", deadline=None)
@@ -34,10 +37,15 @@ async def bus(nats: EmbeddedNats, tmp_path: Path) -> AsyncIterator[Bus]:
         yield connection
 
 
-def need(present: bool, what: str, mend: str) -> None:
-    """Skip where a service is missing; fail in CI, where it must be there."""
-    if not present:
-        message = f"{what} is missing: {mend}"
-        if os.environ.get("CI"):
-            pytest.fail(message)
-        pytest.skip(message)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test where what its marker asks for is missing; fail it in CI, where it must be there."""
+    missing = ""
+    if item.get_closest_marker("model"):
+        try:
+            demo_model_path()
+        except SetupError as error:
+            missing = str(error)
+    if item.get_closest_marker("agent") and not (mini_swe_agent.tool_folder() / "bin" / "mini").exists():
+        missing = "mini-swe-agent is not installed (run: make agents)"
+    if missing:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(missing)

@@ -10,7 +10,7 @@ import pytest
 
 import rollyard
 
-HEAVY = ("duckdb", "docker", "pyarrow", "e2b", "numpy", "tokenizers", "aiohttp", "rollyard.stages", "rollyard.gateway")
+HEAVY = ("duckdb", "docker", "pyarrow", "e2b", "numpy", "tokenizers", "rollyard.stages", "rollyard.gateway")
 
 
 def loaded_after(program: str) -> set[str]:

@@ -1,23 +1,20 @@
-"""A trainer in sixty lines: publish tasks, take whole groups, compute advantages, raise the policy version.
+"""A small trainer: publish tasks, take whole groups, compute advantages, raise the policy version; three rounds.
 
-A real trainer makes its gradient step in `train`. Start `rollyard up` first, then
-
-    python docs/examples/toy_trainer.py --run toy
+Start `rollyard up` first, then: python docs/examples/toy_trainer.py --run toy
 """
 
 import argparse
 import asyncio
-import statistics
+from statistics import fmean, pstdev
 
 import rollyard
 
-ROUNDS = 3
-GROUP_SIZE = 4
+ROUNDS, GROUP_SIZE = 3, 4
 QUESTIONS = {"What is 2 + 3?": "5", "What is the capital of France?": "Paris"}
 
 
 def tasks_of(round_number: int) -> list[rollyard.Task]:
-    """The tasks of one round. The ids make it safe to submit them again after a crash."""
+    """The tasks of one round. Fixed ids make it safe to submit them again after a crash."""
     return [
         rollyard.Task(
             id=f"round-{round_number}-{number}",
@@ -31,51 +28,41 @@ def tasks_of(round_number: int) -> list[rollyard.Task]:
 
 
 def advantages(batch: rollyard.GroupBatch) -> list[float]:
-    """Group-relative advantages, one for each delivery. A rollout without a reward tells nothing: 0."""
-    rewards = [delivery.reward for delivery in batch.deliveries if delivery.reward is not None]
-    mean = statistics.fmean(rewards) if rewards else 0.0
-    deviation = statistics.pstdev(rewards) if rewards else 0.0
+    """Group-relative advantages, one for each delivery. A rollout without a reward teaches nothing: 0."""
+    rewards = [delivery.reward for delivery in batch.deliveries if delivery.reward is not None] or [0.0]
+    mean, deviation = fmean(rewards), pstdev(rewards)
     return [0.0 if d.reward is None else (d.reward - mean) / (deviation + 1e-6) for d in batch.deliveries]
 
 
 def train(round_number: int, batches: list[rollyard.GroupBatch]) -> None:
-    """Where a real trainer makes a gradient step from token_ids, loss_mask, logprobs and the advantage."""
-    rewards = [delivery.reward or 0.0 for batch in batches for delivery in batch.deliveries]
-    trained_tokens, signal = 0, 0.0
-    for batch in batches:
-        for delivery, advantage in zip(batch.deliveries, advantages(batch), strict=True):
-            tokens = sum(sum(sample.loss_mask) for sample in delivery.samples)
-            trained_tokens += tokens
-            signal += abs(advantage) * tokens
-    print(
-        f"round {round_number}: {len(batches)} groups, {len(rewards)} rollouts, mean reward "
-        f"{statistics.fmean(rewards):.2f}, {trained_tokens} trained tokens, signal {signal:.1f}"
-    )
+    """A real trainer makes its gradient step here, from token_ids, loss_mask, logprobs and the advantage."""
+    pairs = [pair for batch in batches for pair in zip(batch.deliveries, advantages(batch), strict=True)]
+    tokens = sum(sum(sample.loss_mask) for delivery, advantage in pairs if advantage for sample in delivery.samples)
+    reward = fmean(delivery.reward or 0.0 for delivery, _ in pairs)
+    print(f"round {round_number}: {len(batches)} groups, {len(pairs)} rollouts, mean reward {reward:.2f}, ", end="")
+    print(f"{tokens} tokens with an advantage")
 
 
-async def take(groups: rollyard.Reader[rollyard.GroupBatch], task_ids: tuple[str, ...]) -> list[rollyard.GroupBatch]:
-    """The groups of one round. Others, which come again when we died between version and ack, are passed over."""
-    batches: dict[str, rollyard.GroupBatch] = {}
-    while len(batches) < len(task_ids):
-        batch = await anext(groups)
-        if batch.group.task_id in task_ids:
-            batches[batch.group.task_id] = batch
-    return list(batches.values())
-
-
-async def main() -> None:
-    """Three rounds; a trainer that starts again goes on after the last version that it announced."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--url", help="address of nats-server; default: ROLLYARD_NATS_URL or the configuration")
-    parser.add_argument("--run", default="toy", help="name of the training run")
-    options = parser.parse_args()
-    async with rollyard.connect(options.url, run=options.run) as client:
+async def main(url: str | None, run: str) -> None:
+    """A trainer that starts again goes on after the last version that it announced."""
+    async with rollyard.connect(url, run=run) as client:
         groups = client.groups(ack="manual")
         for round_number in range((await client.policy_version() or 0) + 1, ROUNDS + 1):
-            submitted = await client.submit(tasks_of(round_number))
-            train(round_number, await take(groups, submitted.task_ids))
+            task_ids = (await client.submit(tasks_of(round_number))).task_ids
+            batches: dict[str, rollyard.GroupBatch] = {}
+            while len(batches) < len(task_ids):
+                batch = await anext(groups)
+                # Groups of the last round come again if we died between its version and its ack.
+                if batch.group.task_id in task_ids:
+                    batches[batch.group.task_id] = batch
+            train(round_number, list(batches.values()))
             await client.publish_policy_version(round_number)
             await groups.ack()
 
 
-asyncio.run(main())
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="A toy trainer")
+    parser.add_argument("--url", help="address of nats-server (default: ROLLYARD_NATS_URL, or the configuration)")
+    parser.add_argument("--run", default="toy", help="name of the training run")
+    arguments = parser.parse_args()
+    asyncio.run(main(arguments.url, arguments.run))

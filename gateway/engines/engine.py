@@ -15,7 +15,7 @@ from rollyard.schemas.packed import Logprobs, TokenIds
 
 
 class EngineRequest(Struct, frozen=True, kw_only=True):
-    """One dispatch of a call. Exactly one of `prompt_ids` (tokens mode) and `messages` (capture mode) is used."""
+    """One dispatch of a call. With `prompt_ids` (tokens mode) these are the prompt, whatever the messages say."""
 
     call_id: Annotated[str, Meta(description="sent as x-request-id")]
     server: LlmServer

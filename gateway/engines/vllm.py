@@ -1,4 +1,6 @@
-"""vLLM in capture mode: the server renders and tokenises, and the ids that it returns are recorded."""
+"""vLLM. Capture mode: the server renders and tokenises, and the ids that it returns are recorded. Tokens mode: it gets
+the ids of the prompt beside the messages, and only parses the reply.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ log = structlog.get_logger(__name__)
 class VllmEngine:
     """Speaks to vLLM, and to servers that return its fields `prompt_token_ids` and `token_ids`."""
 
-    modes: ClassVar[frozenset[str]] = frozenset({"capture"})
+    modes: ClassVar[frozenset[str]] = frozenset({"capture", "tokens"})
 
     def __init__(self, client: aiohttp.ClientSession) -> None:
         self._client = client
@@ -30,6 +32,8 @@ class VllmEngine:
         """See Engine."""
         body = chat_body(request, request.params)
         body |= {"return_token_ids": True, "logprobs": True, "top_logprobs": 0}
+        if request.prompt_ids is not None:
+            body["kv_transfer_params"] = {"prompt_token_ids": request.prompt_ids.tolist()}
         async with aclosing(chat_chunks(self._client, request, body, with_ids=True)) as chunks:
             async for chunk in chunks:
                 yield chunk

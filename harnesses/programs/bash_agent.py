@@ -3,13 +3,14 @@
 A reply's code block, else its first line, is the command. Prints the output of the last command; what happened goes to
 standard error.
 
-usage: bash_agent.py CONFIG.json with {prompt, system, examples, stream, max_turns, command_timeout_s}
+usage: bash_agent.py CONFIG.json with {prompt, system, examples, stream, max_turns, command_timeout_s, programs}
 Exit status: 0 done, 1 error, 2 too many turns or a limit of the session, 3 no reply from the model.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -36,7 +37,7 @@ def main() -> int:
             sys.stderr.write(f"turn {turn}: {command}\n")
             if command.lower().strip(" .!") in ("done", ""):
                 break
-            output = run(command, config["command_timeout_s"])
+            output = refusal(command, config["programs"]) or run(command, config["command_timeout_s"])
             sys.stderr.write(output + "\n")
             messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": output}]
         else:
@@ -58,6 +59,20 @@ def command_of(reply: str) -> str:
         return block.partition(FENCE)[0].strip()
     lines = [line.strip() for line in before.splitlines() if line.strip()]
     return lines[0].removeprefix("$ ").strip("`") if lines else ""
+
+
+def refusal(command: str, programs: list[str]) -> str:
+    """Why a command may not run; empty: it may. Without `programs` every command may.
+
+    It keeps a clumsy model from accidents, not a clever one from mischief.
+    """
+    if not programs:
+        return ""
+    used = [part.split()[0] for part in re.split(r"[;&|\n()]+", command) if part.strip()]
+    outside = re.search(r"""(^|[\s"'=<>:])/|\.\.|[~$`\\]""", command)
+    if outside is None and all(program in programs for program in used):
+        return ""
+    return f"(refused: use only {', '.join(programs)}, inside this folder)"
 
 
 def run(command: str, timeout_s: float) -> str:

@@ -21,6 +21,8 @@ from rollyard.pipeline.kv import Bucket
 from rollyard.schemas import subjects
 from rollyard.schemas.fleet import LlmServer
 
+pytestmark = pytest.mark.model  # the scripted policy uses its tokenizer
+
 ROLES = {"nats", "model", "gateway", "controller", "sink", "admit", "init", "run", "eval", "aggregate"}
 PORTS = ("--nats-port", "0", "--gateway-port", "0")
 

@@ -60,6 +60,16 @@ def test_logprobs_that_are_wrong_leave_exact_ids() -> None:
     assert collector.inexact() is None
 
 
+def test_a_server_that_used_another_prompt_is_found_out() -> None:
+    collector = Collector("c", 0, prompt_ids=TokenIds.of([1, 2]))
+    collector.add(EngineChunk(prompt_ids=TokenIds.of([1, 2])))
+    collector.add(piece([5]))
+    assert collector.untrainable() is None
+    collector.add(EngineChunk(prompt_ids=TokenIds.of([1, 3])))
+    assert collector.untrainable() == "the server used another prompt than the one that was sent"
+    assert collector.prompt_ids == TokenIds.of([1, 2])
+
+
 def test_tool_calls_come_in_pieces_and_get_plain_ids() -> None:
     collector = Collector("c", 0)
     deltas = [

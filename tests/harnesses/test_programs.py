@@ -121,3 +121,27 @@ def test_the_command_of_a_reply(program_path: None, reply: str, command: str) ->
     import bash_agent  # type: ignore[import-not-found]  # noqa: PLC0415
 
     assert bash_agent.command_of(reply) == command
+
+
+PROGRAMS = ["ls", "rm", "echo", "cat"]
+
+
+@pytest.mark.parametrize(
+    "command", ["ls -la a/b", "rm old.log", "echo a > b; cat b | cat && ls", "cat a.txt\nls", "echo 'it is 1/2'"]
+)
+def test_commands_inside_the_folder_may_run(program_path: None, command: str) -> None:
+    import bash_agent  # noqa: PLC0415
+
+    assert bash_agent.refusal(command, PROGRAMS) == ""
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["rm -rf /", "rm -rf ~", "rm ../x", "cat $HOME/x", "echo `id`", "ls; kill -9 -1", "echo a >/etc/x", "rm '/x'",
+     "sudo ls", "(reboot)", "ls & dd if=x", "cat <(kill 1)", "ls\nreboot", "X=1 reboot", "rm \\/x"],
+)  # fmt: skip
+def test_commands_that_reach_outside_are_refused(program_path: None, command: str) -> None:
+    import bash_agent  # noqa: PLC0415
+
+    assert bash_agent.refusal(command, PROGRAMS) == "(refused: use only ls, rm, echo, cat, inside this folder)"
+    assert bash_agent.refusal(command, []) == ""

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 import rollyard
+from rollyard.pipeline import reader as reader_module
 from rollyard.pipeline.bus import Bus
 from rollyard.pipeline.client import Client
 from rollyard.pipeline.codec import decode, encode
@@ -401,6 +402,27 @@ async def test_an_unreadable_delivery_is_named_and_stays_the_next(bus: Bus, clie
     for _ in range(2):
         with pytest.raises(rollyard.DecodeError, match=r"sample\..*sequence 1: .*schema version 99"):
             await anext(reader)
+
+
+async def test_what_is_held_without_ack_is_bounded(bus: Bus, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader_module, "MAX_HELD", 3)
+    for index in range(5):
+        await deliver(bus, delivery("t", index, size=5))
+    reader = client.deliveries(ack="manual")
+    await take(reader, 3)
+    with pytest.raises(RollyardError, match=r"3 messages of .* are held.*call ack\(\)"):
+        await anext(reader)
+    assert await held_by_server(bus, "default") == (3, 2)
+    await reader.ack()
+    assert [made.index for made in await take(reader, 2)] == [3, 4]
+
+
+async def test_a_large_delivery_comes_from_the_blob_store(bus: Bus, client: Client) -> None:
+    large = msgspec.structs.replace(sample("t", 0, 0, 1), token_ids=TokenIds(os.urandom(800_000)))
+    await deliver(bus, msgspec.structs.replace(delivery("t", 0), samples=(large,)))
+    await close_group(bus, RUN, "t", 1)
+    assert await anext(client.samples()) == large
+    assert (await anext(client.groups())).deliveries[0].samples == (large,)
 
 
 async def test_an_unknown_way_to_acknowledge_is_refused(client: Client) -> None:

@@ -124,8 +124,7 @@ async def snapshots(bus: Bus, run: str | None, meter: TokenMeter | None = None) 
 async def follow(bus: Bus, run: str | None, *, as_json: bool = False, meter: TokenMeter | None = None) -> None:
     """Show progress until everything is delivered: in place on a terminal, else a line from time to time."""
     live = sys.stdout.isatty() and not as_json
-    before: dict[str, RunStatus] = {}
-    seen_at = time.monotonic()
+    first: dict[str, tuple[RunStatus, float]] = {}
     drawn = 0
     while True:
         statuses = await snapshots(bus, run, meter)
@@ -133,13 +132,17 @@ async def follow(bus: Bus, run: str | None, *, as_json: bool = False, meter: Tok
         if as_json:
             print("\n".join(map(to_json, statuses)), flush=True)
         else:
-            text = "\n".join(_render(status, before.get(status.run), now - seen_at, live=live) for status in statuses)
+            lines = []
+            for status in statuses:
+                # Rates since the first look: those between two looks jump about.
+                start, at = first.setdefault(status.run, (status, now))
+                lines.append(_render(status, start, now - at, live=live))
+            text = "\n".join(lines)
             # Up to the first line of the last drawing, and erase from there.
             print((f"\x1b[{drawn}F\x1b[J" if drawn else "") + text, flush=True)
             drawn = text.count("\n") + 1 if live else 0
         if statuses and all(map(is_done, statuses)):
             return
-        before, seen_at = {status.run: status for status in statuses}, now
         await asyncio.sleep(LIVE_EVERY_S if live else PLAIN_EVERY_S)
 
 

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import logging
 import os
+import shutil
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
@@ -109,6 +110,11 @@ async def connected(config: Config, name: str = "cli", *, wait_s: float = 3.0) -
 
     async with Bus.connect(config.nats.url, name=name, blobs=BlobStore(config.blobs_dir()), wait_s=wait_s) as bus:
         yield bus
+
+
+def program() -> str:
+    """How the user can call this program from here."""
+    return "rollyard" if shutil.which("rollyard") else f"{sys.executable} -m rollyard"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

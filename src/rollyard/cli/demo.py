@@ -19,6 +19,7 @@ from rollyard.cli.common import (
     command,
     configure_logging,
     json_flag,
+    program,
     table,
     to_json,
 )
@@ -38,8 +39,17 @@ SLOTS = 8
 PARQUET_WAIT_S = 60.0
 QUERY = """\
 select task_id, count(*) as samples, round(avg(reward), 2) as mean_reward,
-       sum(list_sum(loss_mask)) as trained_tokens
+       sum(trained_tokens) as trained_tokens
 from samples where run = '{run}' group by task_id order by mean_reward desc"""
+
+
+EXPLAINED = """
+What happened: admit turned {tasks} tasks into {rollouts} rollouts. INIT made a sandbox for each, and RUN started
+the agent in it. The agent knew nothing but an address and a key; behind the address the gateway asked the
+model, and logged every call with its exact token ids. EVAL judged the work. The aggregator stitched the
+logged calls into {samples} samples and delivered them, and the sink wrote them to Parquet. Every step was a
+message on NATS; any of these processes could have been killed.
+"""
 
 
 def add(commands: Commands) -> None:
@@ -88,15 +98,26 @@ async def _interruptible(plan: Plan, tasks: list[Task], *, as_json: bool) -> int
     try:
         async with Installation.running(plan) as installation:
             outcome = await _run(installation, tasks)
-            say("\nStopping ...")
+            say(EXPLAINED.format(tasks=outcome.tasks, rollouts=len(outcome.deliveries), samples=len(outcome.samples)))
+            say("Stopping ...")
     except asyncio.CancelledError:
         print("Stopped before the end; `make demo` starts a new run.", file=sys.stderr)
         return INTERRUPTED
     seconds = time.monotonic() - started
-    say(f"Done in {seconds:.0f} s.")
+    say(f"Done in {seconds:.0f} s.\n{_next_steps(outcome, plan.data)}")
     if as_json:
         print(to_json(outcome.summary(plan.data.absolute(), round(seconds, 1))))
     return 0 if outcome.samples else 1
+
+
+def _next_steps(outcome: Outcome, data: Path) -> str:
+    me, option = program(), f"--data {data}"
+    return f"""
+Go on with
+  {me} samples ls {option}
+  {me} samples sql "select task_id, status, reward, answer from rollouts" {option}
+  {me} up {option}     and while that runs, in another terminal
+  {me} replay --run {outcome.run} {option}"""
 
 
 @dataclass(frozen=True)

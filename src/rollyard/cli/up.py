@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rollyard.cli.common import Commands, base_config, command, configure_logging
+from rollyard.cli.common import Commands, base_config, command, configure_logging, program
 from rollyard.cli.services import port_number
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ async def _up(plan: Plan) -> int:
 
 def describe(installation: Installation) -> str:
     """What runs, and how to use it from another terminal."""
-    folder = installation.folder
+    folder, me = installation.folder, program()
     option = "" if folder.root == Path(DEFAULT_DATA).absolute() else f" --data {folder.root}"
     return f"""\
 Rollyard is up. Ctrl-C stops it.
@@ -120,6 +120,6 @@ Rollyard is up. Ctrl-C stops it.
   samples   {installation.config.samples_dir()}/run=*/part-*.parquet
   logs      {folder.logs}/
 In another terminal:
-  rollyard submit tasks.jsonl --run first{option}
-  rollyard status --run first --follow{option}
-  rollyard samples ls{option}"""
+  {me} submit tasks.jsonl --run first{option}
+  {me} status --run first --follow{option}
+  {me} samples ls{option}"""

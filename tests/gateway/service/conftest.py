@@ -41,8 +41,13 @@ class Stage:
         self._journals: list[Path] = []
         self._registered = 0
 
-    async def model(self, *turns: dict[str, Any], name: str = "s1", engine: str = "vllm", **script: Any) -> None:
-        """Start a scripted server and register it. It goes through `turns`, one for each reply in a request."""
+    async def model(
+        self, *turns: dict[str, Any], name: str = "s1", engine: str = "vllm", tokenizer: str = "", **script: Any
+    ) -> None:
+        """Start a scripted server and register it, with a tokenizer in tokens mode.
+
+        It goes through `turns`, one for each reply in a request.
+        """
         path = self._folder / f"journal-{name}.jsonl"
         self._journals.append(path)
         journal = self._stack.enter_context(open_journal(path))
@@ -51,7 +56,15 @@ class Stage:
         app = build_app(msgspec.convert(plan, Script), self._tokenizer, journal)
         url = await self._stack.enter_async_context(serve_app(app))
         await self.register(
-            LlmServer(server_id=name, url=url, engine=engine, upstream_model="scripted", policy_version=7)
+            LlmServer(
+                server_id=name,
+                url=url,
+                engine=engine,  # type: ignore[arg-type]
+                upstream_model="scripted",
+                policy_version=7,
+                mode="tokens" if tokenizer else "capture",
+                tokenizer=tokenizer,
+            )
         )
 
     async def register(self, server: LlmServer) -> None:

@@ -188,6 +188,29 @@ async def test_content_that_is_not_text(stage: Any, llama: FakeLlama) -> None:
     assert "capture mode" in body["error"]["message"]
 
 
+async def test_vllm_takes_ids_too_and_a_whole_conversation_is_one_chain(stage: Any, tokenizer_folder: Path) -> None:
+    """The scripted server samples ids that no tokenizer would choose: only ids that are kept make one chain."""
+    command = {"name": "bash", "arguments": {"command": "ls -la"}}
+    turns = [{"content": f"Having said hello {n} unbelievable", "tool_calls": [command]} for n in range(5)]
+    await stage.model(*turns, tokenizer=str(tokenizer_folder))
+    gateway = await stage.gateway()
+    messages: list[dict[str, Any]] = [USER]
+    for _ in turns:
+        status, body = await stage.ask(gateway, messages)
+        assert status == 200, body
+        reply = body["choices"][0]["message"]
+        messages += [reply, {"role": "tool", "tool_call_id": reply["tool_calls"][0]["id"], "content": "a.txt"}]
+    assert [intent.drift for intent in await stage.intents()] == [None] * 5
+    whole = TokenIds()
+    for end, given in zip(await stage.ends(), stage.journal(), strict=True):
+        assert end.untrainable is None
+        assert end.shared_prompt_ids == len(whole)
+        whole += end.prompt_ids
+        assert whole == TokenIds.of(given.prompt_token_ids)
+        whole += end.completion_ids
+        assert end.completion_ids == TokenIds.of(given.token_ids)
+
+
 async def register(stage: Any, model: LocalModel) -> None:
     await stage.register(
         LlmServer(
