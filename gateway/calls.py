@@ -33,6 +33,7 @@ from rollyard.gateway.sampling import effective
 from rollyard.gateway.sessions import KnownCall, Session, Sessions
 from rollyard.gateway.settings import GatewaySettings
 from rollyard.pipeline.bus import Bus
+from rollyard.pipeline.crash import checkpoint
 from rollyard.schemas.call import CallEnd, CallIntent, CallStatus, CallTimings
 from rollyard.schemas.errors import BlobError, BusError, ConfigError, DecodeError, ModelError
 from rollyard.schemas.packed import Logprobs, TokenIds
@@ -234,6 +235,7 @@ class Call:
 
     async def _dispatch(self, plan: Plan) -> None:
         """Intent, model server, end. From the first line on an end is owed, and every way out logs one."""
+        checkpoint("gateway.before_intent")
         intended = self._gateway.recorder.intent(plan.intent)
         collector = Collector(self._call_id, int(self._at), prompt_ids=plan.prompt_ids, vocab_size=plan.vocab_size)
         status: CallStatus = "error"
@@ -266,6 +268,7 @@ class Call:
                 if self._first_token_s is None:
                     self._first_token_s = time.time() - self._at
                     await asyncio.shield(intended)
+                    checkpoint("gateway.intent_logged")
                     self.queue.put_nowait(Started(self._call_id, created))
                 delta = collector.add(chunk)
                 if delta is not None:
@@ -315,6 +318,7 @@ class Call:
     async def _finish(self, plan: Plan, collector: Collector, status: CallStatus, refusal: Refusal | None) -> None:
         """Log the end; then, and only then, let the agent have what it can act on."""
         self._settled = True
+        checkpoint("gateway.before_end")
         end = self._end(plan, collector, status, refusal)
         gateway, session = self._gateway, plan.session
         logged = gateway.recorder.end(end, lambda seq: session.add(plan.intent, end, seq))
@@ -330,6 +334,7 @@ class Call:
         except BusError as error:
             self.queue.put_nowait(Refusal(502, "record_too_large", f"the reply cannot be logged: {error}"))
         else:
+            checkpoint("gateway.end_logged")
             assert end.reply is not None and end.finish_reason is not None
             self.queue.put_nowait(Finished(self._call_id, int(self._at), end.reply, end.finish_reason, end.usage))
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 
 from rollyard.harnesses.harness import AgentContext, Command, ReadFile, convert_args, read_result
-from rollyard.harnesses.program import BUDGET_CODES, LLM_CODES, program_command, program_files
+from rollyard.harnesses.program import BUDGET_CODES, LLM_CODES, PATIENCE, PATIENCE_S, program_command, program_files
 from rollyard.schemas.rollout import AgentResult
 
 PROGRAM = "ask_agent.py"
@@ -20,6 +20,7 @@ class AskArgs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     system: Annotated[str, Meta(description="system message; empty: none")] = ""
     examples: Annotated[tuple[tuple[str, str], ...], Meta(description="questions with their answers")] = ()
     stream: Annotated[bool, Meta(description="ask for a stream")] = True
+    patience_s: Annotated[float, Meta(gt=0, description=PATIENCE)] = PATIENCE_S
 
 
 class Ask:
@@ -40,6 +41,7 @@ class Ask:
             "system": args.system,
             "examples": args.examples,
             "stream": args.stream,
+            "patience_s": args.patience_s,
         }
         return program_files(PROGRAM, config)
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final
 from msgspec import Meta, Struct
 
 from rollyard.harnesses.harness import AgentContext, Command, ReadFile, convert_args, read_result
-from rollyard.harnesses.program import BUDGET_CODES, LLM_CODES, program_command, program_files
+from rollyard.harnesses.program import BUDGET_CODES, LLM_CODES, PATIENCE, PATIENCE_S, program_command, program_files
 from rollyard.schemas.rollout import AgentResult
 
 PROGRAM = "bash_agent.py"
@@ -27,6 +27,7 @@ class BashArgs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         tuple[tuple[str, ...], ...], Meta(description="conversations: user, assistant, user, ..., assistant")
     ] = EXAMPLES
     stream: Annotated[bool, Meta(description="ask for streams")] = False
+    patience_s: Annotated[float, Meta(gt=0, description=PATIENCE)] = PATIENCE_S
     max_turns: Annotated[int, Meta(ge=1, le=1000, description="replies after which the agent gives up")] = 8
     command_timeout_s: Annotated[float, Meta(gt=0, description="seconds that one command may take")] = 30.0
     programs: Annotated[
@@ -56,6 +57,7 @@ class Bash:
             "system": args.system,
             "examples": args.examples,
             "stream": args.stream,
+            "patience_s": args.patience_s,
             "max_turns": args.max_turns,
             "command_timeout_s": args.command_timeout_s,
             "programs": args.programs,

@@ -21,6 +21,7 @@ from rollyard.schemas.task import Task
 
 MAX_ANSWER_BYTES: Final = 64 * 1024
 MAX_TAIL_BYTES: Final = 4 * 1024
+NO_MODEL_HINT: Final = "is a model server registered, and does it answer? `rollyard doctor` tells"
 
 HARNESSES: Final = Catalogue(
     "harness",
@@ -149,7 +150,7 @@ def read_result(
     if exit_code in budget_codes:
         failure = Failure.of("agent_budget", f"the agent used up its limits: {_last_line(tail)}")
     elif exit_code in llm_codes:
-        failure = Failure.of("llm", f"the agent got no answer from the model: {_last_line(tail)}")
+        failure = Failure.of("llm", f"the agent got no answer from the model: {_last_line(tail)}", NO_MODEL_HINT)
     elif exit_code is None:
         failure = Failure.of("agent", "the agent's exit status is not known")
     elif exit_code != 0:

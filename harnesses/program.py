@@ -12,6 +12,8 @@ FOLDER: Final = ".rollyard"
 CLIENT: Final = "model_client.py"
 BUDGET_CODES: Final = (2,)
 LLM_CODES: Final = (3,)
+PATIENCE: Final = "seconds for which a lost connection or a refusal that may pass is tried again"
+PATIENCE_S: Final = 60.0
 
 _PROGRAMS: Final = Path(__file__).with_name("programs")
 

@@ -91,6 +91,7 @@ class Bus:
             log.debug("bus_error", error=repr(error))
 
         async def on_disconnect() -> None:
+            self._replies.connection_lost()
             if not self._closing:
                 log.warning("bus_disconnected", url=url)
 
@@ -117,6 +118,8 @@ class Bus:
                     max_reconnect_attempts=1,
                     reconnect_time_wait=0,
                     ping_interval=15,
+                    # Every subject is made of tokens that subjects.token() has checked.
+                    skip_subject_validation=True,
                     pending_size=64 * 1024 * 1024,
                 )
             except (OSError, TimeoutError, nats.errors.Error) as error:
@@ -142,6 +145,8 @@ class Bus:
         """One request to the server or to a service. Raises BusError when no answer comes or nobody listens."""
         try:
             reply = await self._replies.ask(subject, data, headers, timeout_s or REQUEST_TIMEOUT_S)
+        except BusError:
+            raise
         except (nats.errors.Error, OSError) as error:
             raise BusError(f"the bus refused a request: {error!r}", hint="see the log of nats-server") from error
         if reply.headers and reply.headers.get("Status") == "503":

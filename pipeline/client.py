@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -28,9 +28,10 @@ from rollyard.pipeline.kv import Bucket
 from rollyard.pipeline.progress import RunStatus, run_status
 from rollyard.pipeline.reader import AckMode, Reader
 from rollyard.pipeline.results import GroupBatch
+from rollyard.pipeline.single_error import single_error
 from rollyard.pipeline.taskfile import Check, TaskFile, check_tasks, decode_task, read_task_file
 from rollyard.schemas import subjects
-from rollyard.schemas.errors import BusError, ConfigError, Conflict, TaskError, WaitTimeout
+from rollyard.schemas.errors import BlobError, BusError, ConfigError, Conflict, TaskError, WaitTimeout
 from rollyard.schemas.fleet import Cancel, DeadLetter, PolicyVersion, Run
 from rollyard.schemas.sample import Delivery, Sample
 from rollyard.schemas.task import Task, TaskProgress
@@ -107,7 +108,7 @@ class Client:
         """Publish tasks: one, several, or those of a JSONL file (a path). All are checked before any is published.
 
         A task that the run has with the same content counts as repeated and is not published; one whose id has other
-        content is refused. To submit the same tasks again after an error is safe. Raises TaskError, BusFull, BusError.
+        content is refused. To submit the same tasks again after an error is safe. Raises TaskError, BusFull, BusError, BlobError.
         """
         given = _read(tasks, check)
         standing = await self._standing(given.tasks)
@@ -157,7 +158,7 @@ class Client:
 
         try:
             await _each(tasks, publish)
-        except BusError as error:
+        except (BusError, BlobError) as error:
             message = f"{done} of {len(tasks)} tasks were published, then: {error.message}"
             hint = f"{error.hint}; then submit the same tasks again: none is taken twice".removeprefix("; then ")
             raise type(error)(message, hint=hint) from error
@@ -258,7 +259,7 @@ class Client:
         if not waiting:
             return
         try:
-            with _single_error():
+            with single_error():
                 async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as group:
                     refused = group.create_task(self._until_refused())
                     await self._until_closed(waiting)
@@ -335,16 +336,7 @@ async def _each(items: Iterable[T], work: Callable[[T], Awaitable[None]]) -> Non
         for item in left:
             await work(item)
 
-    with _single_error():
+    with single_error():
         async with asyncio.TaskGroup() as group:
             for _ in range(_AT_ONCE):
                 group.create_task(worker())
-
-
-@contextmanager
-def _single_error() -> Iterator[None]:
-    """Raise the first error of a task group by itself: callers catch our classes, not groups of them."""
-    try:
-        yield
-    except ExceptionGroup as errors:
-        raise errors.exceptions[0] from None

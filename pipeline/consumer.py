@@ -18,11 +18,13 @@ from rollyard.pipeline.bus import Bus
 from rollyard.pipeline.dead import bury
 from rollyard.pipeline.pull import ConsumerGone, Delivered, Pull, backoff_s
 from rollyard.pipeline.streams import ConsumerSpec, ensure_consumer
-from rollyard.schemas.errors import BusError, DecodeError, RollyardError
+from rollyard.schemas.errors import BusError, RollyardError
 
 log = structlog.get_logger(__name__)
 
 PULL_S: Final = 2.0
+LINGER_S: Final = 0.01
+LINGER_SHARE: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,7 @@ class ConsumerLoop:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Work until `stop` is set, then drain."""
-        await self._ensure()
+        await self._ensure(stop)
         pull = Pull(self._bus, self._spec.stream, self._spec.name, self._take)
         async with pull.open(), asyncio.TaskGroup() as group:
             heartbeat = group.create_task(self._heartbeat())
@@ -98,8 +100,8 @@ class ConsumerLoop:
                 for task in self._tasks:
                     task.cancel()
 
-    async def _ensure(self) -> None:
-        while True:
+    async def _ensure(self, stop: asyncio.Event) -> None:
+        while not stop.is_set():
             try:
                 await ensure_consumer(self._bus, self._spec)
                 return
@@ -112,21 +114,25 @@ class ConsumerLoop:
     async def _fetch(self, pull: Pull, stop: asyncio.Event) -> None:
         while not stop.is_set():
             free = self._slots - len(self._held)
-            if free > 0 and self._room is not None:
-                free = min(free, await self._room())
-                if free <= 0:
-                    await _wait_any(stop, timeout_s=0.1)
-                    continue
+            if 0 < free < self._slots // LINGER_SHARE:
+                # Slots that are freed one by one would cost one pull each.
+                await _wait_any(stop, timeout_s=LINGER_S)
+                free = self._slots - len(self._held)
             if free <= 0:
                 self._freed.clear()
                 await _wait_any(stop, self._freed, timeout_s=1.0)
                 continue
             try:
+                if self._room is not None:
+                    free = min(free, await self._room())
+                if free <= 0:
+                    await _wait_any(stop, timeout_s=0.1)
+                    continue
                 await pull.pull(free, expires_s=PULL_S)
             except ConsumerGone as error:
                 log.info("consumer_gone", consumer=self._spec.name, reason=error.message)
                 await asyncio.sleep(1.0)
-                await self._ensure()
+                await self._ensure(stop)
             except BusError as error:
                 if self._bus.closed.is_set():
                     raise
@@ -134,6 +140,9 @@ class ConsumerLoop:
                 await asyncio.sleep(1.0)
 
     def _take(self, message: Delivered) -> None:
+        if message.seq in self._held:
+            # This process stood still for longer than ack_wait. The work goes on; an older reply subject is as good.
+            return
         if self._stopping or len(self._held) >= self._slots:
             task = asyncio.create_task(message.nak())
         else:
@@ -155,7 +164,7 @@ class ConsumerLoop:
         except asyncio.CancelledError:
             await message.nak()
             raise
-        except BusError as error:
+        except RollyardError as error:
             log.warning("outcome_failed", subject=message.subject, error=error.message)
             await message.nak(backoff_s(message.deliveries))
         finally:
@@ -165,8 +174,6 @@ class ConsumerLoop:
     async def _outcome(self, message: Delivered) -> Outcome:
         try:
             return await self._handler(message)
-        except DecodeError as error:
-            return Dead(str(error))
         except RollyardError as error:
             log.warning("handler_failed", subject=message.subject, deliveries=message.deliveries, error=str(error))
         except Exception:

@@ -66,6 +66,8 @@ class Controller:
                     if self._bus.closed.is_set():
                         raise
                     log.warning("sweep_failed", error=error.message)
+                    # Nobody could renew a lease meanwhile: every place gets the time of one to show itself.
+                    self._since_s = time.monotonic()
                 with suppress(TimeoutError):
                     async with asyncio.timeout(self._tick_s):
                         await stop.wait()
@@ -91,6 +93,7 @@ class Controller:
                 self._open_tasks[key] = progress
 
     async def _sweep(self, nodes: LeaseView, cancels: Cancels) -> None:
+        await self._bus.api("INFO")  # nobody is dead as long as the bus itself is
         # A place that this controller has never seen alive gets the time of one lease to show itself.
         settled = time.monotonic() - self._since_s > self._lease_s
         dead: set[str] = set()
@@ -117,7 +120,10 @@ class Controller:
             rollout=state.rollout, stage=stage, step=state.step, attempt=state.attempt, takeover=failure
         )
         log.info("takeover", rollout=state.rollout.rollout_id, step=state.step, to=stage, reason=failure.message)
-        await self._bus.publish(subjects.stage_subject(stage, where, state.rollout.run), encode(message))
+        # The server drops repetitions within its window: where nobody takes them, they must not fill the stream.
+        msg_id = f"{state.rollout.rollout_id}.{state.step}.{stage}.takeover"
+        subject = subjects.stage_subject(stage, where, state.rollout.run)
+        await self._bus.publish(subject, encode(message), msg_id=msg_id)
 
     async def _forget(self, without_states: set[str], nodes: LeaseView) -> None:
         """Delete consumers, messages and lease of dead places that no state names any more."""

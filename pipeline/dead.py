@@ -19,7 +19,8 @@ log = structlog.get_logger(__name__)
 async def bury(bus: Bus, stage: str, message: Delivered, reason: str, *, rollout_id: str = "") -> None:
     """Keep a message in DEAD, then take it out of its queue. Raises BusError when DEAD cannot be written."""
     name = stage.partition("-")[0]
-    run = message.subject.rpartition(".")[2]
+    # A subject that somebody else made up may be longer than any name of ours.
+    run = message.subject.rpartition(".")[2][: subjects.MAX_ID_CHARS]
     letter = DeadLetter(
         stage=name,
         run=run,

@@ -15,6 +15,7 @@ from rollyard.pipeline.jetstream import Stored
 from rollyard.schemas.errors import BusError
 
 HEARTBEAT_S: Final = 5.0
+RETRY_S: Final = 0.2
 _SECOND_NS: Final = 1_000_000_000
 
 
@@ -48,16 +49,21 @@ async def follow(
         except BusError:
             if bus.closed.is_set():
                 raise
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(RETRY_S)
 
 
 async def _attempt(
     bus: Bus, stream: str, subject_filter: str, policy: dict[str, Any]
 ) -> AsyncIterator[Stored | CaughtUp]:
     inbox = bus.client.new_inbox()
-    arrived: asyncio.Queue[Msg] = asyncio.Queue()
+    arrived: asyncio.Queue[Msg | None] = asyncio.Queue()
+
+    def reconnected() -> None:
+        arrived.put_nowait(None)
+
     # Not next_msg(): under Python 3.11 it can swallow a cancellation.
     subscription = await bus.client.subscribe(inbox, cb=arrived.put, pending_msgs_limit=0, pending_bytes_limit=0)
+    bus.on_reconnect.add(reconnected)
     try:
         config = {
             "filter_subject": subject_filter,
@@ -91,16 +97,21 @@ async def _attempt(
             if pending == 0:
                 yield CaughtUp()
     finally:
+        bus.on_reconnect.discard(reconnected)
         with suppress(nats.errors.Error, OSError):
             await subscription.unsubscribe()
 
 
-async def _next(arrived: asyncio.Queue[Msg]) -> Msg:
+async def _next(arrived: asyncio.Queue[Msg | None]) -> Msg:
     try:
         async with asyncio.timeout(HEARTBEAT_S * 2.5):
-            return await arrived.get()
+            message = await arrived.get()
     except TimeoutError as error:
         raise BusError("the flow fell silent") from error
+    if message is None:
+        # The consumer lives in the memory of the server, which may be another one now.
+        raise BusError("the connection was made anew")
+    return message
 
 
 async def _answer_flow_control(bus: Bus, message: Msg) -> None:

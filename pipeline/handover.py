@@ -93,11 +93,15 @@ class Handover:
         self._perform = perform
         self.states: Bucket[RolloutState] = Bucket(bus, subjects.ROLLOUTS, RolloutState)
 
-    async def read(self, message: StageMessage) -> tuple[RolloutState, int] | None:
-        """The state that a message belongs to.
+    async def read(self, message: StageMessage, deliveries: int) -> tuple[RolloutState, int] | None:
+        """The state that a message belongs to, and its revision.
 
-        Any server may answer: a stale state makes the message early or fails the compare-and-set.
+        The first delivery trusts the state that the message carries: if somebody has moved the rollout since, the
+        compare-and-set at the end of the work fails. A later delivery asks; any server may answer, since a stale state
+        makes the message early or fails the compare-and-set.
         """
+        if deliveries == 1 and message.state is not None:
+            return message.state, message.revision
         rollout = message.rollout
         return await self.states.get_direct(subjects.rollout_key(rollout.run, rollout.rollout_id))
 
@@ -114,14 +118,14 @@ class Handover:
         checkpoint(f"{stage}.before_state")
         await self.write(held, state)
         checkpoint(f"{stage}.after_state")
-        await self.finish(state, stage)
+        await self.finish(held.state, held.revision, stage)
 
-    async def finish(self, state: RolloutState, stage: str) -> None:
+    async def finish(self, state: RolloutState, revision: int, stage: str) -> None:
         """Do the effects that a written state owes and publish its message. Safe to repeat."""
         for effect in state.effects:
             await self._perform(state, effect)
         checkpoint(f"{stage}.after_effects")
-        message = state.message()
+        message = state.message(revision)
         if message is not None:
             await self.publish(state, message)
         checkpoint(f"{stage}.after_publish")

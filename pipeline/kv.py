@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any, Generic, TypeVar
 
+import structlog
+
 from rollyard.pipeline.bus import Bus
 from rollyard.pipeline.codec import decode, encode
 from rollyard.pipeline.follow import CaughtUp, follow
 from rollyard.pipeline.jetstream import Stored
 from rollyard.schemas import subjects
-from rollyard.schemas.errors import Conflict
+from rollyard.schemas.errors import Conflict, DecodeError
+
+log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 _OPERATION = "KV-Operation"
@@ -65,18 +69,28 @@ class Bucket(Generic[T]):
     async def watch(self, key_filter: str = ">") -> AsyncIterator[tuple[str, T | None, int]]:
         """(key, value or None for deleted, revision): what is stored, then every change, without end.
 
-        After the stored values comes one item with the empty key: the watcher is up to date from there on.
+        After the stored values comes one item with the empty key: the watcher is up to date from there on. A value that
+        cannot be read is logged and left out.
         """
         flow = follow(self.bus, subjects.kv_stream(self.name), self._prefix + key_filter, newest_of_each=True)
         async for stored in flow:
             if isinstance(stored, CaughtUp):
                 yield "", None, 0
                 continue
-            found = self._value(stored)
+            try:
+                found = self._value(stored)
+            except DecodeError as error:
+                # One bad value, which anybody may have written, must not blind every follower of the bucket.
+                log.error("value_not_readable", error=str(error))
+                continue
             yield stored.subject[len(self._prefix) :], found[0] if found else None, stored.seq
 
     def _value(self, stored: Stored | None) -> tuple[T, int] | None:
         if stored is None or _OPERATION in stored.headers:
             return None
-        value: T = decode(stored.data, self.kind)
+        try:
+            value: T = decode(stored.data, self.kind)
+        except DecodeError as error:
+            where = f"{stored.subject[len(self._prefix) :]} in bucket {self.name}"
+            raise DecodeError(f"{where}: {error.message}", hint=error.hint) from error
         return value, stored.seq

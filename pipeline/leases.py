@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from typing import Final
 
 import structlog
 from msgspec import structs
@@ -19,6 +20,8 @@ from rollyard.schemas.errors import BusError
 from rollyard.schemas.fleet import Lease
 
 log = structlog.get_logger(__name__)
+
+BEAT_S: Final = 1.0
 
 
 @asynccontextmanager
@@ -67,16 +70,22 @@ class _Seen:
 
 
 class LeaseView:
-    """A local view of a bucket of leases. Make one with `async with LeaseView.following(bus, bucket) as view`."""
+    """A local view of a bucket of leases. Make one with `async with LeaseView.following(bus, bucket) as view`.
 
-    def __init__(self) -> None:
+    Time in which this view could not hear anybody counts against nobody: while the bus was away, and while this process
+    itself stood still.
+    """
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
         self._seen: dict[str, _Seen] = {}
+        self._beat_s = time.monotonic()
 
     @classmethod
     @asynccontextmanager
     async def following(cls, bus: Bus, bucket: str) -> AsyncIterator[LeaseView]:
         """A view that holds every lease that was held before this call."""
-        view = cls()
+        view = cls(bus)
 
         async def watch(ready: asyncio.Event) -> None:
             async for key, lease, _ in Bucket[Lease](bus, bucket, Lease).watch():
@@ -87,13 +96,35 @@ class LeaseView:
                 else:
                     view._seen[key] = _Seen(lease, time.monotonic())
 
-        async with watching(watch):
-            yield view
+        beat = asyncio.create_task(view._beat())
+        bus.on_reconnect.add(view._forgive)
+        try:
+            async with watching(watch):
+                yield view
+        finally:
+            bus.on_reconnect.discard(view._forgive)
+            beat.cancel()
+
+    async def _beat(self) -> None:
+        while True:
+            if self._is_deaf():
+                self._forgive()
+            self._beat_s = time.monotonic()
+            await asyncio.sleep(BEAT_S)
+
+    def _is_deaf(self) -> bool:
+        return not self._bus.client.is_connected or time.monotonic() - self._beat_s > 2 * BEAT_S
+
+    def _forgive(self) -> None:
+        for seen in self._seen.values():
+            seen.at_s = time.monotonic()
 
     def alive(self, owner: str) -> bool:
         """Whether the owner holds a lease that was renewed in time; False when it never had one or gave it back."""
         seen = self._seen.get(subjects.token(owner))
-        return seen is not None and time.monotonic() - seen.at_s <= seen.lease.lease_s
+        if seen is None:
+            return False
+        return self._is_deaf() or time.monotonic() - seen.at_s <= seen.lease.lease_s
 
     def owners(self) -> list[str]:
         """Everybody who has a key, dead ones included."""

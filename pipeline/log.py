@@ -10,6 +10,7 @@ from typing import Any, Final
 from rollyard.pipeline.bus import Bus
 from rollyard.pipeline.codec import decode
 from rollyard.pipeline.jetstream import Stored
+from rollyard.pipeline.single_error import single_error
 from rollyard.schemas import subjects
 from rollyard.schemas.call import CallEvent
 from rollyard.schemas.errors import BusError, DecodeError
@@ -48,8 +49,9 @@ async def read_rollout(
         subject = subjects.log_subject(run, rollout_id, kind)
         return [(stored.seq, decode_event(stored)) async for stored in bus.read(subjects.LOG, subject)]
 
-    async with asyncio.TaskGroup() as group:
-        reads = [group.create_task(read(kind)) for kind in kinds]
+    with single_error():
+        async with asyncio.TaskGroup() as group:
+            reads = [group.create_task(read(kind)) for kind in kinds]
     events = sorted((event for done in reads for event in done.result()), key=lambda event: event[0])
     newest = events[-1][0] if events else 0
     if newest < at_least:

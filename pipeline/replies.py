@@ -25,11 +25,19 @@ class Replies:
         self._prefix = client.new_inbox()
         self._numbers = itertools.count()
         self._single: dict[str, asyncio.Future[Msg]] = {}
-        self._many: dict[str, asyncio.Queue[Msg]] = {}
+        self._many: dict[str, asyncio.Queue[Msg | None]] = {}
 
     async def start(self) -> None:
         """Subscribe to the inbox. Call once, before the first request."""
         await self._client.subscribe(f"{self._prefix}.*", cb=self._deliver, pending_msgs_limit=0, pending_bytes_limit=0)
+
+    def connection_lost(self) -> None:
+        """End every open request with BusError: the server that has it, if one has it, cannot answer any more."""
+        for answer in self._single.values():
+            if not answer.done():
+                answer.set_exception(_lost())
+        for queue in self._many.values():
+            queue.put_nowait(None)
 
     async def ask(self, subject: str, data: bytes, headers: dict[str, str] | None, timeout_s: float) -> Msg:
         """One request, one answer. Raises BusError when none comes within `timeout_s`."""
@@ -48,7 +56,7 @@ class Replies:
     async def ask_many(self, subject: str, data: bytes, is_last: Callable[[Msg], bool], timeout_s: float) -> list[Msg]:
         """One request, answers until `is_last` says so, that one included. Raises BusError after silence."""
         token = str(next(self._numbers))
-        queue: asyncio.Queue[Msg] = asyncio.Queue()
+        queue: asyncio.Queue[Msg | None] = asyncio.Queue()
         self._many[token] = queue
         answers: list[Msg] = []
         try:
@@ -56,10 +64,13 @@ class Replies:
             while True:
                 try:
                     async with asyncio.timeout(timeout_s):
-                        answers.append(await queue.get())
+                        answer = await queue.get()
                 except TimeoutError:
                     raise _silence(subject, timeout_s) from None
-                if is_last(answers[-1]):
+                if answer is None:
+                    raise _lost()
+                answers.append(answer)
+                if is_last(answer):
                     return answers
         finally:
             self._many.pop(token, None)
@@ -87,5 +98,9 @@ def _give_up(answer: asyncio.Future[Any], subject: str, timeout_s: float) -> Non
 def _silence(subject: str, timeout_s: float) -> BusError:
     return BusError(
         f"no answer from the bus within {timeout_s:g} s to a request on {subject[:60]}",
-        hint="is nats-server running? `rollyard doctor` checks it",
+        hint="is nats-server running? If its log shows write errors, make room on its disk and start it again",
     )
+
+
+def _lost() -> BusError:
+    return BusError("the connection to the bus was lost before an answer came", hint="is nats-server running?")

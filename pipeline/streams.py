@@ -12,7 +12,7 @@ from msgspec import Meta, Struct
 
 from rollyard.pipeline.bus import Bus
 from rollyard.schemas import subjects
-from rollyard.schemas.errors import BusError
+from rollyard.schemas.errors import BusError, BusFull
 
 _SECOND_NS: Final = 1_000_000_000
 _GIB: Final = 1 << 30
@@ -97,6 +97,11 @@ async def ensure(bus: Bus, limits: Limits | None = None) -> list[str]:
         name = config["name"]
         try:
             await bus.api(f"STREAM.CREATE.{name}", config)
+        except BusFull as error:
+            raise BusFull(
+                f"nats-server has no room for stream {name} of {config.get('max_bytes', 0) / _GIB:g} GiB: {error.message}",
+                hint="lower the sizes under [limits], or raise max_file in the configuration of nats-server",
+            ) from error
         except BusError as error:
             if "(10058)" not in error.message:
                 raise

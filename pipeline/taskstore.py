@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
 from typing import Final
 
@@ -20,20 +21,30 @@ class TaskStore:
     def __init__(self, bus: Bus) -> None:
         self.progress: Bucket[TaskProgress] = Bucket(bus, subjects.TASK_BUCKET, TaskProgress)
         self._bodies: Bucket[Task] = Bucket(bus, subjects.TASK_BUCKET, Task)
-        self._cache: OrderedDict[str, Task] = OrderedDict()
+        self._cache: OrderedDict[str, asyncio.Task[Task]] = OrderedDict()
 
     async def get(self, run: str, task_id: str) -> Task:
         """The body of an admitted task. Raises TaskError when there is none."""
         key = subjects.task_key(run, task_id) + ".body"
-        if key in self._cache:
+        reading = self._cache.get(key)
+        if reading is None:
+            # The rollouts of a group come together: they share one read.
+            reading = self._cache[key] = asyncio.create_task(self._read(run, task_id, key))
+            if len(self._cache) > CACHED_TASKS:
+                self._cache.popitem(last=False)
+        else:
             self._cache.move_to_end(key)
-            return self._cache[key]
+        try:
+            return await asyncio.shield(reading)
+        except BaseException:
+            if reading.done():
+                self._cache.pop(key, None)
+            raise
+
+    async def _read(self, run: str, task_id: str, key: str) -> Task:
         found = await self._bodies.get_direct(key) or await self._bodies.get(key)
         if found is None:
             raise TaskError(f"task {task_id!r} of run {run!r} has no body", hint="was its run purged? submit it again")
-        self._cache[key] = found[0]
-        if len(self._cache) > CACHED_TASKS:
-            self._cache.popitem(last=False)
         return found[0]
 
     async def put(self, run: str, task: Task) -> None:

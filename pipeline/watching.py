@@ -8,18 +8,37 @@ from contextlib import asynccontextmanager, suppress
 
 
 @asynccontextmanager
-async def watching(watch: Callable[[asyncio.Event], Coroutine[None, None, None]]) -> AsyncIterator[asyncio.Task[None]]:
-    """Run `watch(ready)` until the block ends; enters when it sets `ready`, raises what it raises before that."""
+async def watching(watch: Callable[[asyncio.Event], Coroutine[None, None, None]]) -> AsyncIterator[None]:
+    """Run `watch(ready)` until the block ends; enters when it sets `ready`.
+
+    What it raises ends the block and is raised there: nobody shall go on with an old view.
+    """
+    owner = asyncio.current_task()
+    assert owner is not None
     ready = asyncio.Event()
+    entered = broken = False
+
+    def ended(task: asyncio.Task[None]) -> None:
+        nonlocal broken
+        ready.set()
+        if entered and not task.cancelled():
+            broken = True
+            owner.cancel()
+
     task = asyncio.create_task(watch(ready))
-    waiter = asyncio.create_task(ready.wait())
+    task.add_done_callback(ended)
     try:
-        await asyncio.wait([task, waiter], return_when=asyncio.FIRST_COMPLETED)
+        await ready.wait()
         if task.done():
             await task
-        yield task
+        entered = True
+        yield
+    except asyncio.CancelledError:
+        if broken and owner.uncancel() == 0:
+            task.result()
+        raise
     finally:
-        for job in (task, waiter):
-            job.cancel()
-            with suppress(asyncio.CancelledError):
-                await job
+        entered = False
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task

@@ -88,12 +88,14 @@ class RolloutState(Struct, frozen=True, kw_only=True, omit_defaults=True):
             return None
         return "aggregate" if self.position == "committing" else self.position
 
-    def message(self) -> StageMessage | None:
-        """The message that is due now, or None after the end."""
+    def message(self, revision: int) -> StageMessage | None:
+        """The message that is due now, or None after the end; `revision` is that of this state in its bucket."""
         stage = self.stage()
         if stage is None:
             return None
-        return StageMessage(rollout=self.rollout, stage=stage, step=self.step, attempt=self.attempt)
+        return StageMessage(
+            rollout=self.rollout, stage=stage, step=self.step, attempt=self.attempt, state=self, revision=revision
+        )
 
     def where(self) -> str | None:
         """Pool or place in the subject of the due message."""
@@ -101,7 +103,10 @@ class RolloutState(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class StageMessage(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A message of the STAGES stream."""
+    """A message of the STAGES stream.
+
+    It carries the state that it belongs to, so that its first delivery need not ask for it; a later one does.
+    """
 
     rollout: Rollout
     stage: StageName
@@ -111,6 +116,8 @@ class StageMessage(Struct, frozen=True, kw_only=True, omit_defaults=True):
         Failure | None,
         Meta(description="set when somebody outside asks to replace that step: do not work, move on for this reason"),
     ] = None
+    state: Annotated[RolloutState | None, Meta(description="the state at that step; null in a takeover")] = None
+    revision: Annotated[int, Meta(description="revision of that state in the `rollouts` bucket; 0: not known")] = 0
     schema_version: int = SCHEMA_VERSION
 
 

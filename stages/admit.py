@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from bisect import bisect_right
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
@@ -21,9 +22,10 @@ from rollyard.pipeline.bus import Bus
 from rollyard.pipeline.config import AdmitConfig
 from rollyard.pipeline.crash import checkpoint
 from rollyard.pipeline.dead import bury
-from rollyard.pipeline.handover import Handover
+from rollyard.pipeline.handover import MAX_DELIVERIES, Handover
 from rollyard.pipeline.kv import Bucket
-from rollyard.pipeline.pull import ConsumerGone, Delivered, Pull
+from rollyard.pipeline.pull import ConsumerGone, Delivered, Pull, backoff_s
+from rollyard.pipeline.single_error import single_error
 from rollyard.pipeline.streams import ConsumerSpec, ensure_consumer, fill
 from rollyard.pipeline.taskfile import decode_task
 from rollyard.schemas import subjects
@@ -44,6 +46,7 @@ DISCOVERY_S: Final = 1.0
 WINDOW_LOOK_S: Final = 0.1
 FULL_LOOK_S: Final = 1.0
 INACTIVE_S: Final = 600.0
+MOST_BACKOFF_S: Final = 5.0
 
 
 class Admit:
@@ -55,6 +58,7 @@ class Admit:
         self._check = check
         self._handover = Handover(context.bus, context.perform)
         self._window = Window(context.bus, context.config.admit)
+        self._last = ""
         self._runs: dict[str, str] = {}
         self._held: dict[int, Delivered] = {}
 
@@ -77,18 +81,20 @@ class Admit:
                 heartbeat.cancel()
 
     async def _turn(self, stop: asyncio.Event) -> bool:
-        """One turn over the runs that have tasks; whether anything was admitted."""
-        waiting = await self._bus.subjects(subjects.TASKS, "task.*")
+        """One turn over the runs that have tasks, from where the last turn ended; whether anything was admitted."""
+        waiting = sorted(await self._bus.subjects(subjects.TASKS, "task.*"))
+        first = bisect_right(waiting, self._last)
         worked = False
-        for subject in sorted(waiting)[:RUNS_AT_A_TIME]:
+        for subject in (waiting[first:] + waiting[:first])[:RUNS_AT_A_TIME]:
             if stop.is_set():
                 return worked
+            self._last = subject
             worked |= await self._admit_from(subject.partition(".")[2], stop)
         return worked
 
     async def _admit_from(self, run_token: str, stop: asyncio.Event) -> bool:
         """Admit a few tasks of one run."""
-        name = f"admit-{run_token}"
+        name = f"admit-{run_token if _is_run(run_token) else subjects.digest(run_token)}"
         spec = ConsumerSpec(
             stream=subjects.TASKS,
             name=name,
@@ -116,22 +122,39 @@ class Admit:
         return bool(got)
 
     async def _admit(self, run_token: str, delivered: Delivered) -> None:
+        """Take one task in, put it aside in DEAD, or give it back: no task holds up the others."""
         checkpoint("admit.received")
+        again_s = backoff_s(delivered.deliveries, most_s=MOST_BACKOFF_S)
         try:
-            task = decode_task(await delivered.body()).with_id()
-            problems = self._check(task)
-            if problems:
-                raise TaskError("; ".join(problems))
-            await self._accept(run_token, task)
-        except TaskError as error:
-            await bury(self._bus, STAGE, delivered, str(error))
-            return
+            refusal = await self._refusal(run_token, delivered)
+            if refusal:
+                await bury(self._bus, STAGE, delivered, refusal)
+                return
         except RollyardError as error:
             log.warning("admit_failed", run=run_token, error=str(error))
-            await delivered.nak(1.0)
+            await delivered.nak(again_s)
             return
         checkpoint("admit.before_ack")
         await delivered.ack()
+
+    async def _refusal(self, run_token: str, delivered: Delivered) -> str:
+        """Admit a task; why that cannot be, or nothing when it is done. Raises RollyardError: try again."""
+        try:
+            if not _is_run(run_token):
+                raise _no_subject(run_token)
+            task = decode_task(await delivered.body(), self._check)
+            await self._accept(run_token, task)
+        except TaskError as error:
+            return str(error)
+        except RollyardError:
+            raise
+        except Exception as error:
+            # The boundary: a bug that one task hits must not stop the others.
+            log.exception("admit_crashed", run=run_token, deliveries=delivered.deliveries)
+            if delivered.deliveries <= MAX_DELIVERIES:
+                raise RollyardError(f"admit crashed: {error!r}") from error
+            return f"admit crashed {delivered.deliveries} times on this task: {error!r}"
+        return ""
 
     async def _accept(self, run_token: str, task: Task) -> None:
         """Store the task and its rollouts. Raises TaskError when its id is taken by another content."""
@@ -179,9 +202,10 @@ class Admit:
             async with limit:
                 await self._start(Rollout.of(run, task.id, index, task.group_size), task)
 
-        async with asyncio.TaskGroup() as group:
-            for index in range(task.group_size):
-                group.create_task(one(index))
+        with single_error():
+            async with asyncio.TaskGroup() as group:
+                for index in range(task.group_size):
+                    group.create_task(one(index))
         self._window.admitted(task.group_size)
 
     async def _start(self, rollout: Rollout, task: Task) -> None:
@@ -198,14 +222,14 @@ class Admit:
             state = structs.replace(state, position="aggregate", status="cancelled", failure=failure)
         key = subjects.rollout_key(rollout.run, rollout.rollout_id)
         try:
-            await self._handover.states.create(key, state)
+            revision = await self._handover.states.create(key, state)
         except Conflict:
             found = await self._handover.states.get(key)
             if found is None or found[0].step > 0 or found[0].position == "ended":
                 return
-            state = found[0]
+            state, revision = found
         checkpoint("admit.after_state")
-        message = state.message()
+        message = state.message(revision)
         assert message is not None
         await self._handover.publish(state, message)
 
@@ -214,6 +238,18 @@ class Admit:
             await asyncio.sleep(self._context.config.worker.heartbeat_s)
             for delivered in list(self._held.values()):
                 await delivered.progress()
+
+
+def _is_run(run_token: str) -> bool:
+    return len(run_token) <= subjects.MAX_ID_CHARS and subjects.token(run_token) == run_token
+
+
+def _no_subject(run_token: str) -> TaskError:
+    if len(run_token) > subjects.MAX_ID_CHARS:
+        hint = f"the name of a run has at most {subjects.MAX_ID_CHARS} characters"
+    else:
+        hint = f"tasks of a run of that name are published to {subjects.task_subject(run_token)}"
+    return TaskError(f"task.{run_token[: subjects.MAX_ID_CHARS]} is not the subject of a run", hint=hint)
 
 
 def _check_same(task: Task, standing: TaskProgress) -> None:

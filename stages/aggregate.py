@@ -15,7 +15,7 @@ from msgspec import structs
 from rollyard.pipeline.codec import decode, encode
 from rollyard.pipeline.crash import checkpoint
 from rollyard.pipeline.dead import bury_body
-from rollyard.pipeline.groups import close_if_complete
+from rollyard.pipeline.groups import GroupCloser
 from rollyard.pipeline.handover import MAX_DELIVERIES, Held
 from rollyard.pipeline.kv import Bucket
 from rollyard.pipeline.leases import LeaseView
@@ -47,6 +47,7 @@ class Aggregate:
         self._context = context
         self._bus = context.bus
         self._gateways = gateways
+        self._groups = GroupCloser(context.bus)
         self._states: Bucket[RolloutState] = Bucket(context.bus, subjects.ROLLOUTS, RolloutState)
 
     async def work(self, held: Held) -> RolloutState:
@@ -61,7 +62,7 @@ class Aggregate:
         checkpoint("aggregate.committed")
         await self._deliver(commit, samples, events)
         checkpoint("aggregate.delivered")
-        await close_if_complete(self._bus, commit.run, commit.task_id, commit.group_size)
+        await self._groups.close_if_complete(commit.run, commit.task_id, commit.group_size)
         checkpoint("aggregate.group_checked")
         state = held.state
         return RolloutState(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Final
 
 import structlog
@@ -42,9 +43,7 @@ class Run:
         harness = open_harness(task.agent.harness)
         context = agent_context(self._context, state, task, sandbox)
         if isinstance(harness, InProcessHarness) and harness.in_process:
-            result = await harness.work(context)
-            await log_synthetic_call(self._context.bus, context)
-            failure = result.failure
+            result, failure = await self._work_here(harness, context, task)
         else:
             result, failure = await self._watch(sandbox, harness, context, task)
         checkpoint("run.agent_ended")
@@ -65,7 +64,8 @@ class Run:
                 failure=failure,
             )
         )
-        effects = (CloseSession(attempt=state.attempt),)
+        # An agent that never got a key has no session to close.
+        effects = () if harness.in_process else (CloseSession(attempt=state.attempt),)
         return advance(state, position="eval", effects=effects, closed_seq=closed_seq, status=status, failure=failure)
 
     def failure(self, error: RollyardError) -> Failure | None:
@@ -78,6 +78,17 @@ class Run:
 
     async def abandon(self, state: RolloutState) -> None:
         """Nothing to undo: whoever moved the rollout owns the agent now."""
+
+    async def _work_here(
+        self, harness: InProcessHarness, context: AgentContext, task: Task
+    ) -> tuple[AgentResult, Failure | None]:
+        try:
+            async with asyncio.timeout(task.timeouts.run_s):
+                result = await harness.work(context)
+        except TimeoutError:
+            return AgentResult(exit_code=None), _too_late(task)
+        await log_synthetic_call(self._context.bus, context)
+        return result, result.failure
 
     async def _watch(
         self, sandbox: Sandbox, harness: Harness, context: AgentContext, task: Task
@@ -92,15 +103,18 @@ class Run:
         return result, _why(end, task) or result.failure
 
 
+def _too_late(task: Task) -> Failure:
+    limit_s = task.timeouts.run_s
+    return Failure.of("agent_budget", f"the agent was still running after {limit_s:g} s", "raise timeouts.run_s")
+
+
 def _why(end: ProcessEnd, task: Task) -> Failure | None:
     """What the way in which the process ended says, before anybody looks at its output."""
     match end.reason:
         case "exited":
             return None
         case "deadline":
-            return Failure.of(
-                "agent_budget", f"the agent was still running after {task.timeouts.run_s:g} s", "raise timeouts.run_s"
-            )
+            return _too_late(task)
         case "lease":
             return Failure.of("infra", "no worker renewed the lease of the agent's sandbox")
         case "killed":

@@ -13,14 +13,14 @@ from rollyard.pipeline.bus import Bus
 from rollyard.pipeline.cancels import Cancelled, Cancels
 from rollyard.pipeline.codec import decode, encode
 from rollyard.pipeline.config import Config
-from rollyard.pipeline.consumer import Ack, Nak, Outcome
+from rollyard.pipeline.consumer import Ack, Dead, Nak, Outcome
 from rollyard.pipeline.crash import checkpoint
 from rollyard.pipeline.handover import MAX_DELIVERIES, Handover, Held, compare, next_attempt
 from rollyard.pipeline.kv import Bucket
 from rollyard.pipeline.pull import Delivered, backoff_s
 from rollyard.pipeline.taskstore import TaskStore
 from rollyard.schemas import subjects
-from rollyard.schemas.errors import Conflict, RollyardError
+from rollyard.schemas.errors import Conflict, DecodeError, RollyardError, SandboxError
 from rollyard.schemas.failure import Failure
 from rollyard.schemas.fleet import ClosedSession
 from rollyard.schemas.rollout import (
@@ -85,7 +85,11 @@ class StageContext:
                 if backend is None or not backend.reaches(ref.place):
                     log.info("sandbox_out_of_reach", place=ref.place, handle=ref.handle)
                     return
-                await (await backend.open(ref)).destroy()
+                try:
+                    await (await backend.open(ref)).destroy()
+                except SandboxError as error:
+                    # The session is closed, so nothing that still runs there counts; the sweeper tries again.
+                    log.warning("sandbox_not_removed", handle=ref.handle, error=str(error))
 
 
 class Stage(Protocol):
@@ -115,16 +119,21 @@ class StageHandler:
         self._handover = Handover(context.bus, context.perform)
 
     async def __call__(self, delivered: Delivered) -> Outcome:
-        """Work on one message. Raises DecodeError for a body that is no stage message."""
-        message: StageMessage = decode(await delivered.body(), StageMessage)
+        """Work on one message. Raises RollyardError when it is to come again."""
+        try:
+            message: StageMessage = decode(await delivered.body(), StageMessage)
+        except DecodeError as error:
+            return Dead(str(error))
         checkpoint(f"{self._stage.name}.received")
-        found = await self._handover.read(message)
+        found = await self._handover.read(message, delivered.deliveries)
         verdict = compare(message, found[0] if found else None)
         if found is None or verdict == "early":
+            if delivered.deliveries > MAX_DELIVERIES:
+                return Dead(f"rollout {message.rollout.rollout_id} has no state at step {message.step}")
             return Nak(backoff_s(delivered.deliveries))
         held = Held(found[0], found[1], message, delivered.deliveries)
         if verdict == "forward":
-            await self._handover.finish(held.state, self._stage.name)
+            await self._handover.finish(held.state, held.revision, self._stage.name)
         elif verdict == "work" and not await self._advance(held):
             return Nak(0.05)
         return Ack()

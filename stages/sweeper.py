@@ -9,7 +9,7 @@ import structlog
 
 from rollyard.pipeline.kv import Bucket
 from rollyard.schemas import subjects
-from rollyard.schemas.errors import RollyardError
+from rollyard.schemas.errors import RollyardError, SandboxError
 from rollyard.schemas.rollout import RolloutState, SandboxRef
 from rollyard.stages.sandbox import Labels
 from rollyard.stages.stage import StageContext, now_ms
@@ -38,12 +38,25 @@ async def sweep_once(context: StageContext, grace_ms: int) -> int:
         for ref, labels in await backend.list_owned():
             if now_ms() - labels.created_ms < grace_ms:
                 continue
-            found = await states.get(subjects.rollout_key(labels.run, labels.rollout_id))
-            if is_orphan(ref, labels, found[0] if found else None):
-                log.info("orphan_removed", handle=ref.handle, rollout=labels.rollout_id, attempt=labels.attempt)
+            if not is_orphan(ref, labels, await _state_of(states, labels)):
+                continue
+            try:
                 await (await backend.open(ref)).destroy()
-                removed += 1
+            except SandboxError as error:
+                log.warning("orphan_not_removed", handle=ref.handle, error=str(error))
+                continue
+            log.info("orphan_removed", handle=ref.handle, rollout=labels.rollout_id, attempt=labels.attempt)
+            removed += 1
     return removed
+
+
+async def _state_of(states: Bucket[RolloutState], labels: Labels) -> RolloutState | None:
+    if labels.run:
+        found = await states.get(subjects.rollout_key(labels.run, labels.rollout_id))
+        return found[0] if found else None
+    # Labels that cannot be read: the sandbox is half-made, or an agent broke them. The id alone is unique as well.
+    same = [state async for _, state, _ in states.items(f"*.{labels.rollout_id}")]
+    return same[0] if same else None
 
 
 def is_orphan(ref: SandboxRef, labels: Labels, state: RolloutState | None) -> bool:

@@ -9,6 +9,7 @@ from typing import Final
 from rollyard.harnesses.harness import AgentContext
 from rollyard.pipeline.bus import Bus
 from rollyard.pipeline.codec import encode
+from rollyard.pipeline.single_error import single_error
 from rollyard.schemas import subjects
 from rollyard.schemas.call import CallEnd, CallIntent, Usage
 from rollyard.schemas.packed import Logprobs, TokenIds
@@ -51,6 +52,7 @@ async def log_synthetic_call(bus: Bus, context: AgentContext) -> None:
         usage=Usage(prompt_tokens=len(PROMPT_IDS), completion_tokens=len(REPLY_IDS)),
     )
     subject = subjects.log_subject(rollout.run, rollout.rollout_id, "call")
-    async with asyncio.TaskGroup() as group:
-        group.create_task(bus.publish(subject, encode(intent), msg_id=f"{call_id}.intent"))
-        group.create_task(bus.publish(subject, encode(end), msg_id=f"{call_id}.end"))
+    with single_error():
+        async with asyncio.TaskGroup() as group:
+            group.create_task(bus.publish(subject, encode(intent), msg_id=f"{call_id}.intent"))
+            group.create_task(bus.publish(subject, encode(end), msg_id=f"{call_id}.end"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Final
@@ -20,7 +21,7 @@ from rollyard.pipeline.leases import LeaseView, hold_lease
 from rollyard.pipeline.streams import ConsumerSpec, ensure
 from rollyard.pipeline.taskstore import TaskStore
 from rollyard.schemas import subjects
-from rollyard.schemas.errors import BusError
+from rollyard.schemas.errors import BusError, SandboxError
 from rollyard.schemas.fleet import Lease
 from rollyard.stages.admit import Admit
 from rollyard.stages.aggregate import Aggregate
@@ -35,6 +36,7 @@ from rollyard.stages.sweeper import sweep_orphans
 log = structlog.get_logger(__name__)
 
 CONNECT_WAIT_S: Final = 60.0
+ROOM_LOOK_S: Final = 0.1
 DRAIN_S: Final = {"init": 15.0, "run": 0.0, "eval": 0.0, "aggregate": 15.0}
 """How long held messages may go on after a stop. Agents and evaluation commands live on by themselves."""
 
@@ -97,7 +99,10 @@ async def _hold_places(stack: AsyncExitStack, context: StageContext, stages: Seq
 async def _renew_sandboxes(context: StageContext, period_s: float) -> None:
     while True:
         for backend in context.backends.values():
-            await backend.renew_lease()
+            try:
+                await backend.renew_lease()
+            except SandboxError as error:
+                log.error("sandboxes_not_renewed", backend=backend.name, error=str(error))
         await asyncio.sleep(period_s)
 
 
@@ -123,7 +128,7 @@ async def _jobs(
                 yield Admit(context, check_task).run
             case "init":
                 for pool in pools:
-                    room = _room(context, context.backends[pool].place)
+                    room = _Room(context, context.backends[pool].place)
                     yield _loop(context, Init(context), pool, slots, room).run
             case "run":
                 for place in places:
@@ -161,21 +166,30 @@ def _loop(
     )
 
 
-def _room(context: StageContext, place: str) -> Callable[[], Awaitable[int]]:
+class _Room:
     """How many more sandboxes may be made ready at a place before RUN has taken some."""
-    consumer = subjects.stage_consumer("run", place)
 
-    async def room() -> int:
+    def __init__(self, context: StageContext, place: str) -> None:
+        self._context = context
+        self._place = place
+        self._waiting = 0
+        self._looked_s = -ROOM_LOOK_S
+
+    async def __call__(self) -> int:
+        if time.monotonic() - self._looked_s >= ROOM_LOOK_S:
+            self._looked_s = time.monotonic()
+            self._waiting = await self._look()
+        return self._context.config.worker.max_ready - self._waiting
+
+    async def _look(self) -> int:
+        consumer = subjects.stage_consumer("run", self._place)
         try:
-            info = await context.bus.api(f"CONSUMER.INFO.{subjects.STAGES}.{consumer}")
-            waiting = int(info["num_pending"])
+            info = await self._context.bus.api(f"CONSUMER.INFO.{subjects.STAGES}.{consumer}")
+            return int(info["num_pending"])
         except BusError:
             # Nobody has served RUN at this place yet.
-            found = await context.bus.subjects(subjects.STAGES, subjects.stage_filter("run", place))
-            waiting = sum(found.values())
-        return context.config.worker.max_ready - waiting
-
-    return room
+            stage_filter = subjects.stage_filter("run", self._place)
+            return sum((await self._context.bus.subjects(subjects.STAGES, stage_filter)).values())
 
 
 async def _fail_when_closed(bus: Bus) -> None:

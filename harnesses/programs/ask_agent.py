@@ -1,6 +1,6 @@
 """Agent `ask`: one question, one answer. Prints the answer.
 
-usage: ask_agent.py CONFIG.json with {prompt, system, examples, stream}
+usage: ask_agent.py CONFIG.json with {prompt, system, examples, stream, patience_s}
 Exit status: 0 answered, 1 error, 2 a limit of the session was reached, 3 no reply from the model.
 """
 
@@ -19,7 +19,8 @@ def main() -> int:
     """Ask and answer; returns the exit status."""
     config = read_config()
     try:
-        answer = Model().reply(chat(config["system"], config["examples"], config["prompt"]), stream=config["stream"])
+        model = Model(config["patience_s"])
+        answer = model.reply(chat(config["system"], config["examples"], config["prompt"]), stream=config["stream"])
     except AgentError as error:
         sys.stderr.write(f"ask: {error}\n")
         return error.exit_code

@@ -3,7 +3,8 @@
 A reply's code block, else its first line, is the command. Prints the output of the last command; what happened goes to
 standard error.
 
-usage: bash_agent.py CONFIG.json with {prompt, system, examples, stream, max_turns, command_timeout_s, programs}
+usage: bash_agent.py CONFIG.json with {prompt, system, examples, stream, patience_s, max_turns, command_timeout_s,
+programs}
 Exit status: 0 done, 1 error, 2 too many turns or a limit of the session, 3 no reply from the model.
 """
 
@@ -29,7 +30,7 @@ def main() -> int:
     """Work until done; returns the exit status."""
     config = read_config()
     messages = chat(config["system"], config["examples"], config["prompt"])
-    model, output = Model(), ""
+    model, output = Model(config["patience_s"]), ""
     try:
         for turn in range(1, config["max_turns"] + 1):
             reply = model.reply(messages, stream=config["stream"])

@@ -43,7 +43,7 @@ class _TryAgain(Exception):
 class Model:
     """The model that OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL name."""
 
-    def __init__(self, patience_s: float = 60.0) -> None:
+    def __init__(self, patience_s: float) -> None:
         self._url = urlsplit(os.environ["OPENAI_BASE_URL"].rstrip("/"))
         self._key = os.environ["OPENAI_API_KEY"]
         self._name = os.environ.get("OPENAI_MODEL", "default")

@@ -131,7 +131,11 @@ class LocalBackend:
     async def list_owned(self) -> list[tuple[SandboxRef, Labels]]:
         """Every sandbox under the root, half-made and half-removed ones too."""
         owned = {}
-        for entry in self.root.iterdir():
+        try:
+            entries = list(self.root.iterdir())
+        except OSError as error:
+            raise SandboxError(f"the local sandboxes cannot be listed: {error}") from error
+        for entry in entries:
             name = entry.name.removesuffix(_GONE)
             if match := _FOLDER.match(name):
                 ref = LocalSandbox(self, self.root / name).ref
@@ -139,8 +143,11 @@ class LocalBackend:
         return list(owned.values())
 
     async def renew_lease(self) -> None:
-        """Touch the lease file; makes it anew when somebody removed it."""
-        self.lease.touch()
+        """Touch the lease file; makes it anew when somebody removed it. Raises SandboxError."""
+        try:
+            self.lease.touch()
+        except OSError as error:
+            raise SandboxError(f"the lease of the local sandboxes cannot be renewed: {error}") from error
 
 
 class LocalSandbox:

@@ -127,7 +127,9 @@ class Agents:
 @pytest.fixture
 async def agents(tmp_path: Path, upstream: Upstream) -> AsyncIterator[Agents]:
     """Agents that know only the upstream's address."""
-    async with LocalBackend(LocalSettings(root=str(tmp_path / "sandboxes"), max_file_bytes=8 << 20)) as backend:
+    async with LocalBackend(
+        LocalSettings(root=str(tmp_path / "sandboxes"), max_file_bytes=8 << 20, lease_s=600)
+    ) as backend:
         yield Agents(backend, upstream)
         for ref, _ in await backend.list_owned():
             await (await backend.open(ref)).destroy()

@@ -37,7 +37,7 @@ async def test_it_solves_a_task(agents: Any, upstream: Any) -> None:
         call("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo ok"),
     ]
     prompt = "Make {{hello.txt}}" + " and more" * 30_000  # more than one argument of a command line can hold
-    result = await agents.run("mini_swe_agent", prompt, files={"seed": "s33d"}, timeout_s=120)
+    result = await agents.run("mini_swe_agent", prompt, files={"seed": "s33d"}, timeout_s=240)
     assert (result.exit_code, result.answer, result.failure) == (0, "ok", None), result.output_tail
     assert result.metrics == {"model_calls": 2.0}
     assert (Path(agents.sandbox.workdir) / "hello.txt").read_text() == "hi\n"
@@ -49,8 +49,8 @@ async def test_it_solves_a_task(agents: Any, upstream: Any) -> None:
 
 async def test_it_stops_at_the_tasks_limit_of_calls(agents: Any, upstream: Any) -> None:
     upstream.script = [call("true")]
-    result = await agents.run("mini_swe_agent", "Loop", max_calls=2, timeout_s=120)
-    assert result.failure.kind == "agent_budget"
+    result = await agents.run("mini_swe_agent", "Loop", max_calls=2, timeout_s=240)
+    assert result.failure.kind == "agent_budget", (result.failure, result.output_tail)
     assert len(upstream.requests) == 2
 
 

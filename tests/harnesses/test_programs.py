@@ -69,10 +69,10 @@ async def test_exit_status_3_is_a_failure_of_the_model(agents: Any) -> None:
     assert result.failure == Failure.of(
         "agent", "the agent ended with exit status 3: it wrote nothing to its standard error"
     )
-    from rollyard.harnesses.harness import read_result  # noqa: PLC0415
+    from rollyard.harnesses.harness import NO_MODEL_HINT, read_result  # noqa: PLC0415
 
     assert read_result(3, b"", b"gone\n", llm_codes=(3,)).failure == Failure.of(
-        "llm", "the agent got no answer from the model: gone"
+        "llm", "the agent got no answer from the model: gone", NO_MODEL_HINT
     )
 
 

@@ -84,15 +84,16 @@ async def test_one_writer_wins_and_effects_come_before_the_message(bus: Bus) -> 
     with pytest.raises(Conflict):
         await handover.pass_on(loser, after)
     assert order == ["CloseSession with 0 messages"]
-    found = await handover.read(message_at(0))
+    found = await handover.read(message_at(0), 2)
     assert found is not None
     assert found[0].position == "run"
     assert found[1] == winner.revision
 
     # A second worker that finds the state one step ahead repeats effects and message; the bus drops the repetition.
-    await handover.finish(found[0], "init")
+    await handover.finish(*found, "init")
     stored = [decode(m.data, StageMessage) async for m in _stage_messages(bus)]
-    assert stored == [StageMessage(rollout=ROLLOUT, stage="run", step=1, attempt=1)]
+    assert stored == [found[0].message(found[1])]
+    assert await handover.read(stored[0], 1) == found
 
 
 async def _stage_messages(bus: Bus):  # type: ignore[no-untyped-def]

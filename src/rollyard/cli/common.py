@@ -114,7 +114,12 @@ async def connected(config: Config, name: str = "cli", *, wait_s: float = 3.0) -
 
 def program() -> str:
     """How the user can call this program from here."""
-    return "rollyard" if shutil.which("rollyard") else f"{sys.executable} -m rollyard"
+    if shutil.which("rollyard"):
+        return "rollyard"
+    script = Path(sys.executable).with_name("rollyard")
+    if not script.exists():
+        return f"{sys.executable} -m rollyard"
+    return str(script.relative_to(Path.cwd()) if script.is_relative_to(Path.cwd()) else script)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

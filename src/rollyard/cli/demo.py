@@ -7,11 +7,12 @@ import asyncio
 import secrets
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rollyard.cli.client import follow
+from rollyard.cli.client import follow, is_done, snapshots
 from rollyard.cli.common import (
     INTERRUPTED,
     Commands,
@@ -37,6 +38,8 @@ DEFAULT_DATA = Path(".rollyard/demo")
 SLOTS = 8
 """Agents at a time: enough to keep the small model's four slots busy on two cores."""
 PARQUET_WAIT_S = 60.0
+CANCEL_WAIT_S = 15.0
+RUN_PREFIX = "demo-"
 QUERY = """\
 select task_id, count(*) as samples, round(avg(reward), 2) as mean_reward,
        sum(trained_tokens) as trained_tokens
@@ -97,7 +100,12 @@ async def _interruptible(plan: Plan, tasks: list[Task], *, as_json: bool) -> int
     say("\nStarting nats-server, a model server, the gateway, and one process for each role ...")
     try:
         async with Installation.running(plan) as installation:
-            outcome = await _run(installation, tasks)
+            try:
+                outcome = await _run(installation, tasks)
+            except asyncio.CancelledError:
+                print("Stopping ... (Ctrl-C once more ends everything at once)", file=sys.stderr, flush=True)
+                await _end_runs(installation.bus, wait_s=CANCEL_WAIT_S)
+                raise
             say(EXPLAINED.format(tasks=outcome.tasks, rollouts=len(outcome.deliveries), samples=len(outcome.samples)))
             say("Stopping ...")
     except asyncio.CancelledError:
@@ -110,13 +118,30 @@ async def _interruptible(plan: Plan, tasks: list[Task], *, as_json: bool) -> int
     return 0 if outcome.samples else 1
 
 
+async def _end_runs(bus: Bus, *, wait_s: float = 0.0) -> None:
+    """Cancel the demos that have not ended: their agents end, and the next demo does not wait for them."""
+    from rollyard.pipeline.client import Client
+    from rollyard.schemas.errors import RollyardError
+
+    deadline = time.monotonic() + wait_s
+    # At worst the next demo does it.
+    with suppress(RollyardError):
+        while True:
+            going = [one for one in await snapshots(bus, None) if one.run.startswith(RUN_PREFIX) and not is_done(one)]
+            for status in going:
+                await Client(bus, status.run).cancel(reason="the demo was stopped")
+            if not going or time.monotonic() > deadline:
+                return
+            await asyncio.sleep(0.5)
+
+
 def _next_steps(outcome: Outcome, data: Path) -> str:
     me, option = program(), f"--data {data}"
     return f"""
 Go on with
   {me} samples ls {option}
   {me} samples sql "select task_id, status, reward, answer from rollouts" {option}
-  {me} up {option}     and while that runs, in another terminal
+Or start it again with `{me} up {option}` and ask it from another terminal:
   {me} replay --run {outcome.run} {option}"""
 
 
@@ -165,8 +190,9 @@ async def _run(installation: Installation, tasks: list[Task]) -> Outcome:
     from rollyard.pipeline.client import Client
     from rollyard.pipeline.tokenmeter import TokenMeter
 
-    run = f"demo-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    run = f"{RUN_PREFIX}{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     bus = installation.bus
+    await _end_runs(bus)
     await Client(bus, run).submit(tasks)
     say(f"Published {len(tasks)} tasks to `task.{run}`. Each becomes a group of rollouts: a sandbox is made ready, an")
     say("agent runs in it and talks to the model through the gateway, its work is judged, its calls become samples.\n")

@@ -28,47 +28,99 @@ def add(commands: Commands) -> None:
 
 def model_arguments(parser: argparse.ArgumentParser) -> None:
     """Which model the agents get. Without any of these it is the small local one."""
-    which = parser.add_mutually_exclusive_group()
+    model = parser.add_argument_group("model", "which one the agents get; without any of these the small local one")
+    which = model.add_mutually_exclusive_group()
     which.add_argument("--llm", metavar="URL", default="", help="use the model server at this address")
     which.add_argument("--scripted", metavar="SCRIPT", type=Path, help="use a scripted policy instead of a model")
-    parser.add_argument(
-        "--engine", choices=("vllm", "openai", "llamacpp"), default="openai", help="what the server of --llm is"
+    model.add_argument(
+        "--engine", choices=("vllm", "openai", "llamacpp"), help="what the server of --llm is (default: openai)"
     )
-    parser.add_argument("--api-key-env", metavar="VAR", default="", help="variable that holds that server's API key")
-    parser.add_argument("--model", metavar="NAME", default="", help="the model's name at that server")
+    model.add_argument("--api-key-env", metavar="VAR", default="", help="variable that holds that server's API key")
+    model.add_argument("--model", metavar="NAME", default="", help="the model's name at that server, or in the script")
+    model.add_argument(
+        "--tokenizer",
+        metavar="PATH",
+        type=Path,
+        help="of the model of --llm or --scripted: tokenizer.json, its folder, or a GGUF file",
+    )
+    model.add_argument("--journal", metavar="FILE", type=Path, help="where the scripted policy notes each request")
 
 
 def model_of(args: argparse.Namespace) -> ModelPlan:
     """The model server that the arguments ask for. Raises ConfigError, and SetupError without the local model."""
-    from rollyard.gateway import local_model
-    from rollyard.gateway.scripted.script import load_script
-    from rollyard.pipeline.installation import SERVER_ID, ModelPlan
+    _check_model_arguments(args)
+    if args.llm:
+        return _given_model(args)
+    return _scripted_model(args) if args.scripted else _local_model()
+
+
+def _check_model_arguments(args: argparse.Namespace) -> None:
+    """Raises ConfigError for an argument that would be without effect."""
     from rollyard.schemas.errors import ConfigError
+
+    needs = {
+        "--engine": (args.engine, args.llm, "--llm URL"),
+        "--api-key-env": (args.api_key_env, args.llm, "--llm URL"),
+        "--model": (args.model, args.llm or args.scripted, "--llm URL or --scripted SCRIPT"),
+        "--tokenizer": (args.tokenizer, args.llm or args.scripted, "--llm URL or --scripted SCRIPT"),
+        "--journal": (args.journal, args.scripted, "--scripted SCRIPT"),
+    }
+    for name, (given, companion, what) in needs.items():
+        if given and not companion:
+            raise ConfigError(f"{name} means nothing here", hint=f"it goes with {what}")
+    if args.llm and not args.llm.startswith(("http://", "https://")):
+        raise ConfigError(f"--llm {args.llm!r} is not a URL", hint="for example http://127.0.0.1:8000")
+    if args.tokenizer and not args.tokenizer.exists():
+        raise ConfigError(f"--tokenizer {args.tokenizer} does not exist", hint="is the path right?")
+
+
+def _given_model(args: argparse.Namespace) -> ModelPlan:
+    from rollyard.pipeline.installation import SERVER_ID, ModelPlan
     from rollyard.schemas.fleet import LlmServer
 
-    if args.llm:
-        if not args.llm.startswith(("http://", "https://")):
-            raise ConfigError(f"--llm {args.llm!r} is not a URL", hint="for example http://127.0.0.1:8000")
-        url = args.llm.rstrip("/").removesuffix("/v1")
-        return ModelPlan(entry=LlmServer(server_id=SERVER_ID, url=url, engine=args.engine, upstream_model=args.model))
-    if args.scripted:
-        name = args.model or load_script(args.scripted).models[0]
-        entry = LlmServer(
-            server_id=SERVER_ID,
-            url="",
-            engine="vllm",
-            upstream_model=name,
-            tokenizer=str(local_model.demo_model_path()),
-        )
-        return ModelPlan(entry=entry, command=("scripted-llm", str(args.scripted.absolute())))
-    weights = local_model.demo_model_path()
+    entry = LlmServer(
+        server_id=SERVER_ID,
+        url=args.llm.rstrip("/").removesuffix("/v1"),
+        engine=args.engine or "openai",
+        upstream_model=args.model,
+        api_key_env=args.api_key_env,
+        tokenizer=str(args.tokenizer.absolute()) if args.tokenizer else "",
+    )
+    return ModelPlan(entry=entry)
+
+
+def _scripted_model(args: argparse.Namespace) -> ModelPlan:
+    from rollyard.gateway.local_model import demo_model_path
+    from rollyard.gateway.scripted.script import load_script
+    from rollyard.pipeline.installation import SERVER_ID, ModelPlan
+    from rollyard.schemas.fleet import LlmServer
+
+    tokenizer = (args.tokenizer or demo_model_path()).absolute()
+    entry = LlmServer(
+        server_id=SERVER_ID,
+        url="",
+        engine="vllm",
+        upstream_model=args.model or load_script(args.scripted).models[0],
+        tokenizer=str(tokenizer),
+    )
+    command = ["scripted-llm", str(args.scripted.absolute()), "--tokenizer", str(tokenizer)]
+    if args.journal:
+        command += ["--journal", str(args.journal.absolute())]
+    return ModelPlan(entry=entry, command=tuple(command))
+
+
+def _local_model() -> ModelPlan:
+    from rollyard.gateway import local_model
+    from rollyard.pipeline.installation import SERVER_ID, ModelPlan
+    from rollyard.schemas.fleet import LlmServer
+
     entry = LlmServer(
         server_id=SERVER_ID,
         url="",
         engine="llamacpp",
         mode="tokens",
         upstream_model=local_model.DEMO_MODEL_NAME,
-        tokenizer=str(weights),
+        tokenizer=str(local_model.demo_model_path()),
         logprob_kind="raw",
     )
     return ModelPlan(entry=entry, command=("local-model",))

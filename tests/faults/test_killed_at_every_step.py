@@ -1,0 +1,64 @@
+"""Each process killed with -9 between any two steps of what it does, one step after the other in a single run."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import outcome
+import pytest
+import pytest_asyncio
+import world
+from yard import Yard, config_for, yard
+
+ROOT = Path(__file__).resolve().parents[2]
+STAGES = ("init", "run", "eval", "aggregate")
+HAND_OVER = ("received", "before_state", "after_state", "after_effects", "after_publish")
+OF_ITS_OWN = {
+    "init": (),
+    "run": ("agent_started", "agent_ended"),
+    "eval": ("judged",),
+    "aggregate": ("committing", "committed", "delivered", "group_checked"),
+    "admit": ("received", "after_state", "fanned_out", "before_ack"),
+    "sink": ("collected", "written", "marker_written", "marked", "renamed", "cleaned"),
+    "gateway": ("before_intent", "intent_logged", "before_end", "end_logged"),
+}
+STEPS = {
+    role: [f"{role}.{step}" for step in (*(HAND_OVER if role in STAGES else ()), *own)]
+    for role, own in OF_ITS_OWN.items()
+}
+ROLLOUTS = 24
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Yard]:
+    folder = tmp_path_factory.mktemp("yard")
+    # Few messages are in the hands of a process at a time, so that its next life finds fresh ones at once.
+    async with yard(folder, config=config_for(folder, slots=3)) as started:
+        yield started
+
+
+def test_every_step_in_the_code_is_here() -> None:
+    found: set[str] = set()
+    for folder in ("pipeline", "stages", "gateway"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for name in re.findall(r'checkpoint\(f?"([^"]+)"\)', path.read_text()):
+                of_any_stage, _, step = name.rpartition("}")
+                found |= {f"{stage}{step}" for stage in STAGES} if of_any_stage else {name}
+    assert found == {step for steps in STEPS.values() for step in steps}
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("role", STEPS)
+async def test_killed_at_every_step(running: Yard, role: str) -> None:
+    tasks = world.make_tasks(ROLLOUTS, ledger=running.ledger, words=("", world.STREAMING))
+    await running.kill(role)
+    await running.submit(role, tasks)
+    for step in STEPS[role]:
+        running.again_until(role, step)
+        assert await running.ended(role) == -signal.SIGKILL, step
+    running.again(role)
+    await outcome.check(running, role, tasks)
