@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Final, Protocol, TypeVar, runtime_checkable
 
 import msgspec
@@ -101,8 +102,9 @@ class InProcessHarness(Harness, Protocol):
         ...
 
 
+@cache
 def open_harness(name: str) -> Harness:
-    """The harness of that name or dotted path. Raises TaskError."""
+    """The harness of that name or dotted path; one for all rollouts, since it keeps nothing. Raises TaskError."""
     harness = HARNESSES.load(name)()
     if not isinstance(harness, Harness):
         raise TaskError(

@@ -1,6 +1,6 @@
 """Harness `mini_swe_agent`: mini-swe-agent from PyPI, unchanged and headless, in a virtual environment of its own.
 
-`python -m rollyard.harnesses.mini_swe_agent` installs it, with the versions of locks/mini_swe_agent.txt.
+`rollyard agents install mini_swe_agent` installs it, with the versions of locks/mini_swe_agent.txt.
 """
 
 from __future__ import annotations
@@ -16,7 +16,15 @@ from typing import Annotated, Any, Final
 
 from msgspec import Meta, Struct
 
-from rollyard.harnesses.harness import AgentContext, Command, ReadFile, agent_environment, convert_args, read_result
+from rollyard.harnesses.harness import (
+    NO_MODEL_HINT,
+    AgentContext,
+    Command,
+    ReadFile,
+    agent_environment,
+    convert_args,
+    read_result,
+)
 from rollyard.schemas.errors import HarnessError
 from rollyard.schemas.failure import Failure, FailureClass
 from rollyard.schemas.rollout import AgentResult
@@ -25,7 +33,10 @@ LOCK: Final = Path(__file__).with_name("locks") / "mini_swe_agent.txt"
 CONFIG: Final = ".rollyard/mini-swe-agent.yaml"
 TRAJECTORY: Final = ".rollyard/traj.json"
 MAX_TRAJECTORY_BYTES: Final = 256 << 20
-MEND: Final = "run: python -m rollyard.harnesses.mini_swe_agent"
+MEND: Final = "run: rollyard agents install mini_swe_agent"
+
+_STAMP: Final = "installed.txt"
+"""A copy of the lock file that was installed."""
 
 _LIMITS: Final = ("LimitsExceeded", "TimeExceeded", "ContextWindowExceededError")
 _NO_MODEL: Final = ("APIConnectionError", "InternalServerError", "ServiceUnavailableError", "Timeout", "RateLimitError")
@@ -120,13 +131,22 @@ def _failure(exit_status: str, trajectory: bytes) -> Failure | None:
         kind = "agent_budget"
     elif exit_status in _NO_MODEL:
         kind = "llm"
-    return Failure.of(kind, f"mini-swe-agent ended with exit status {exit_status or 'unknown'}")
+    hint = NO_MODEL_HINT if kind == "llm" else ""
+    return Failure.of(kind, f"mini-swe-agent ended with exit status {exit_status or 'unknown'}", hint)
 
 
 def tool_folder() -> Path:
     """The agent's virtual environment: in ROLLYARD_TOOLS, else ~/.cache/rollyard/tools."""
     tools = os.environ.get("ROLLYARD_TOOLS")
     return (Path(tools) if tools else Path.home() / ".cache" / "rollyard" / "tools") / "mini-swe-agent"
+
+
+def is_installed() -> bool:
+    """Whether the virtual environment is there, whole, with the locked versions."""
+    folder = tool_folder()
+    stamp = folder / _STAMP
+    # An interpreter that went away with an update leaves a link to nothing.
+    return (folder / "bin" / "python").exists() and stamp.is_file() and stamp.read_bytes() == LOCK.read_bytes()
 
 
 def install() -> Path:
@@ -136,16 +156,10 @@ def install() -> Path:
         venv.create(folder, with_pip=True, clear=True)
         pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--no-deps", "-r", str(LOCK)]
         subprocess.run(pip, check=True, stdout=sys.stderr)
+        (folder / _STAMP).write_bytes(LOCK.read_bytes())
     except (OSError, subprocess.CalledProcessError) as error:
         raise HarnessError(
             f"mini-swe-agent could not be installed into {folder}: {error}",
             hint="does pip reach a package index? is python3-venv installed?",
         ) from error
     return folder
-
-
-if __name__ == "__main__":
-    try:
-        sys.stdout.write(f"{install()}\n")
-    except HarnessError as error:
-        sys.exit(str(error))

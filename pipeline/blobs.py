@@ -12,7 +12,7 @@ import secrets
 from pathlib import Path
 from typing import Final
 
-from rollyard.schemas.errors import BlobError
+from rollyard.schemas.errors import BlobError, BlobRefused
 
 _NAME: Final = re.compile(r"[0-9a-f]{64}\Z")
 
@@ -24,7 +24,7 @@ class BlobStore:
         self.folder = folder
 
     def put(self, data: bytes) -> str:
-        """Store `data` and return its name. Raises BlobError when the disk refuses."""
+        """Store `data` and return its name. Raises BlobRefused when the disk does."""
         name = hashlib.sha256(data).hexdigest()
         path = self._path(name)
         if path.exists():
@@ -40,7 +40,7 @@ class BlobStore:
             _sync_folder(path.parent)
         except OSError as error:
             aside.unlink(missing_ok=True)
-            raise BlobError(
+            raise BlobRefused(
                 f"cannot write a blob of {len(data)} bytes under {self.folder}: {error.strerror}",
                 hint="make room, or set [store] blobs to a folder that every role can write",
             ) from error

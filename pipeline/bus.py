@@ -38,7 +38,7 @@ from rollyard.pipeline.jetstream import (
 )
 from rollyard.pipeline.replies import Replies
 from rollyard.schemas import subjects
-from rollyard.schemas.errors import BusError, BusFull, Conflict, TooLarge
+from rollyard.schemas.errors import BusAway, BusError, BusFull, Conflict, TooLarge
 
 log = structlog.get_logger(__name__)
 
@@ -148,7 +148,7 @@ class Bus:
         except BusError:
             raise
         except (nats.errors.Error, OSError) as error:
-            raise BusError(f"the bus refused a request: {error!r}", hint="see the log of nats-server") from error
+            raise BusAway(f"the bus refused a request: {error!r}", hint="see the log of nats-server") from error
         if reply.headers and reply.headers.get("Status") == "503":
             raise BusError(f"nobody answers on {subject}", hint="is JetStream enabled, and does the stream exist?")
         return reply
@@ -248,8 +248,11 @@ class Bus:
         return 0
 
     async def _write(self, subject: str, body: bytes, headers: dict[str, str]) -> int:
-        async with self._budget.claim(len(body) + 256):
+        claim = await self._budget.acquire(len(body) + 256)
+        try:
             reply = await self.request(subject, body, headers=headers or None)
+        finally:
+            self._budget.release(claim)
         ack = decode_pub_ack(reply.data)
         if ack.error is not None:
             raise api_error(ack.error, subject)

@@ -108,7 +108,8 @@ class Client:
         """Publish tasks: one, several, or those of a JSONL file (a path). All are checked before any is published.
 
         A task that the run has with the same content counts as repeated and is not published; one whose id has other
-        content is refused. To submit the same tasks again after an error is safe. Raises TaskError, BusFull, BusError, BlobError.
+        content is refused. To submit the same tasks again after an error is safe. Raises TaskError, BusError,
+        BlobError.
         """
         given = _read(tasks, check)
         standing = await self._standing(given.tasks)

@@ -8,6 +8,7 @@ open one runs out, held messages are finished or given back, then the connection
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final
@@ -18,11 +19,12 @@ from rollyard.pipeline.bus import Bus
 from rollyard.pipeline.dead import bury
 from rollyard.pipeline.pull import ConsumerGone, Delivered, Pull, backoff_s
 from rollyard.pipeline.streams import ConsumerSpec, ensure_consumer
-from rollyard.schemas.errors import BusError, RollyardError
+from rollyard.schemas.errors import BlobRefused, BusAway, BusError, BusFull, RollyardError
 
 log = structlog.get_logger(__name__)
 
 PULL_S: Final = 2.0
+MOST_WAIT_S: Final = 5.0
 LINGER_S: Final = 0.01
 LINGER_SHARE: Final = 4
 
@@ -173,13 +175,25 @@ class ConsumerLoop:
 
     async def _outcome(self, message: Delivered) -> Outcome:
         try:
-            return await self._handler(message)
+            return await self._when_the_bus_can(message)
         except RollyardError as error:
             log.warning("handler_failed", subject=message.subject, deliveries=message.deliveries, error=str(error))
         except Exception:
             # The boundary: a bug in one handler must not stop the loop.
             log.exception("handler_crashed", subject=message.subject, deliveries=message.deliveries)
         return Nak(backoff_s(message.deliveries))
+
+    async def _when_the_bus_can(self, message: Delivered) -> Outcome:
+        """Hold the message while the bus is away or full: a redelivery would count against it."""
+        for tries in itertools.count(1):
+            try:
+                return await self._handler(message)
+            except (BusAway, BusFull, BlobRefused) as error:
+                log.warning("waits_for_the_bus", subject=message.subject, error=str(error))
+            # The state that the message carries may be old by now: see Handover.read.
+            message.deliveries = max(message.deliveries, 2)
+            await asyncio.sleep(backoff_s(tries, most_s=MOST_WAIT_S))
+        raise AssertionError("unreachable")
 
     async def _heartbeat(self) -> None:
         while True:

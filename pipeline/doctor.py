@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from msgspec import Meta, Struct
 
@@ -21,10 +22,14 @@ from rollyard.pipeline import embedded
 from rollyard.pipeline.bus import Bus
 from rollyard.pipeline.config import Config
 from rollyard.pipeline.datafolder import DataFolder
+from rollyard.pipeline.kv import Bucket
 from rollyard.pipeline.supervisor import claim_port
 from rollyard.schemas.errors import BusError, RollyardError, SetupError
+from rollyard.schemas.fleet import LlmServer
+from rollyard.schemas.subjects import LLM_SERVERS
 
 FREE_BYTES = 2 << 30
+CONNECT_TIMEOUT_S = 2.0
 
 
 class Finding(Struct, frozen=True, kw_only=True):
@@ -75,6 +80,38 @@ async def bus(config: Config) -> Finding:
         mend = "start one with `rollyard up`, or set [nats] url"
         return Finding(check="bus", status="warn", found=error.message, mend=mend)
     return Finding(check="bus", status="ok", found=f"{config.nats.url}, {account['streams']} streams")
+
+
+async def model_servers(config: Config) -> Finding:
+    """The pool that gateways send calls to, and whether each server takes connections."""
+    mend = "`rollyard llm add URL` adds a server, `rollyard llm rm ID` takes one out"
+    try:
+        async with Bus.connect(config.nats.url, name="doctor", wait_s=1.0) as connection:
+            servers = [one async for _, one, _ in Bucket[LlmServer](connection, LLM_SERVERS, LlmServer).items()]
+    except BusError:
+        return Finding(check="model servers", status="warn", found="not known without a bus", mend="see `bus` above")
+    if not servers:
+        return Finding(check="model servers", status="warn", found="none is registered", mend=mend)
+    refused = [f"{one.server_id} at {one.url} {why}" for one in servers if (why := await _no_connection(one.url))]
+    if refused:
+        return Finding(check="model servers", status="warn", found="; ".join(refused), mend=f"start them, or {mend}")
+    found = ", ".join(f"{one.server_id} at {one.url}" for one in servers)
+    return Finding(check="model servers", status="ok", found=found)
+
+
+async def _no_connection(url: str) -> str:
+    """Why no connection can be made to a URL; nothing when it can."""
+    parts = urlsplit(url)
+    try:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            port = parts.port or (443 if parts.scheme == "https" else 80)
+            _, writer = await asyncio.open_connection(parts.hostname, port)
+            writer.close()
+    except TimeoutError:
+        return f"does not answer within {CONNECT_TIMEOUT_S:g} s"
+    except (OSError, ValueError) as error:
+        return f"cannot be reached: {error}"
+    return ""
 
 
 async def data_folder(config: Config) -> Finding:
@@ -173,4 +210,4 @@ def _alive(pid: int) -> bool:
     return True
 
 
-CHECKS: list[Check] = [python, nats_server, bus, data_folder, blobs, disk_space, gateway_port, llama_cpp]
+CHECKS: list[Check] = [python, nats_server, bus, model_servers, data_folder, blobs, disk_space, gateway_port, llama_cpp]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 
 class ByteBudget:
@@ -19,27 +17,24 @@ class ByteBudget:
         self.used_bytes = 0
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
-    @asynccontextmanager
-    async def claim(self, size: int) -> AsyncIterator[None]:
-        """Hold `size` bytes of the budget; waits until they are free."""
+    async def acquire(self, size: int) -> int:
+        """Take up to `size` bytes of the budget, waiting until they are free; give back what is returned."""
         size = min(size, self.max_bytes)
-        if self._waiting or self.used_bytes + size > self.max_bytes:
-            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting.append((size, turn))
-            try:
-                await turn
-            except asyncio.CancelledError:
-                if turn.done() and not turn.cancelled():
-                    self._release(size)
-                raise
-        else:
+        if not self._waiting and self.used_bytes + size <= self.max_bytes:
             self.used_bytes += size
+            return size
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((size, turn))
         try:
-            yield
-        finally:
-            self._release(size)
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.release(size)
+            raise
+        return size
 
-    def _release(self, size: int) -> None:
+    def release(self, size: int) -> None:
+        """Give back what `acquire` returned."""
         self.used_bytes -= size
         while self._waiting:
             wanted, turn = self._waiting[0]

@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 from rollyard.pipeline.bus import Bus
 from rollyard.pipeline.kv import Bucket
 from rollyard.schemas import subjects
-from rollyard.schemas.fleet import PolicyVersion
+from rollyard.schemas.fleet import LlmServer, PolicyVersion
 from rollyard.schemas.rollout import RolloutState
 from rollyard.schemas.task import TaskProgress
 
@@ -35,6 +35,7 @@ class RunStatus(Struct, frozen=True, kw_only=True):
     dead: Annotated[int, Meta(description="messages put aside in DEAD")] = 0
     policy_version: Annotated[int | None, Meta(description="newest that the trainer announced; null: none")] = None
     tokens: Annotated[int | None, Meta(description="tokens sampled so far; null: not known")] = None
+    model_servers: Annotated[int | None, Meta(description="model servers in the pool; null: not known")] = None
 
 
 async def run_status(bus: Bus, run: str, *, statuses: bool = True, tokens: int | None = None) -> RunStatus:
@@ -68,6 +69,7 @@ async def run_status(bus: Bus, run: str, *, statuses: bool = True, tokens: int |
         dead=await _count(bus, subjects.DEAD, f"dead.*.{name}"),
         policy_version=policy[0].version if policy else None,
         tokens=tokens,
+        model_servers=len([key async for key, _, _ in Bucket[LlmServer](bus, subjects.LLM_SERVERS, LlmServer).items()]),
     )
 
 
@@ -100,6 +102,8 @@ def render_status(status: RunStatus, previous: RunStatus | None, elapsed_s: floa
     stages = [f"{stage} {count}" for stage, count in status.stages.items()]
     ends = [f"{status.ended[key]} {key}" for key in sorted(status.ended)] if status.ended else []
     ends += [f"{status.dead} in DEAD"] if status.dead else []
+    if status.model_servers == 0 and status.stages.get("run"):
+        ends.append("no model server is registered: see `rollyard llm add`")
     waiting = [f"admit {status.tasks_waiting}"] if status.tasks_waiting else []
     if width is None:
         parts = [f"{done}, {groups}", ", ".join(waiting + stages), ", ".join(speed), ", ".join(ends)]

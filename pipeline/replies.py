@@ -1,7 +1,7 @@
 """Request and reply over one connection: a single inbox, a timer for each open request, one or many answers.
 
 nats-py's own `publish_async` leaves futures hanging after a reconnect; here every request ends, with an answer or with
-a BusError.
+a BusAway.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from rollyard.schemas.errors import BusError
+from rollyard.schemas.errors import BusAway
 
 
 class Replies:
@@ -32,7 +32,7 @@ class Replies:
         await self._client.subscribe(f"{self._prefix}.*", cb=self._deliver, pending_msgs_limit=0, pending_bytes_limit=0)
 
     def connection_lost(self) -> None:
-        """End every open request with BusError: the server that has it, if one has it, cannot answer any more."""
+        """End every open request with BusAway: the server that has it, if one has it, cannot answer any more."""
         for answer in self._single.values():
             if not answer.done():
                 answer.set_exception(_lost())
@@ -40,7 +40,7 @@ class Replies:
             queue.put_nowait(None)
 
     async def ask(self, subject: str, data: bytes, headers: dict[str, str] | None, timeout_s: float) -> Msg:
-        """One request, one answer. Raises BusError when none comes within `timeout_s`."""
+        """One request, one answer. Raises BusAway when none comes within `timeout_s`."""
         loop = asyncio.get_running_loop()
         token = str(next(self._numbers))
         answer: asyncio.Future[Msg] = loop.create_future()
@@ -54,7 +54,7 @@ class Replies:
             self._single.pop(token, None)
 
     async def ask_many(self, subject: str, data: bytes, is_last: Callable[[Msg], bool], timeout_s: float) -> list[Msg]:
-        """One request, answers until `is_last` says so, that one included. Raises BusError after silence."""
+        """One request, answers until `is_last` says so, that one included. Raises BusAway after silence."""
         token = str(next(self._numbers))
         queue: asyncio.Queue[Msg | None] = asyncio.Queue()
         self._many[token] = queue
@@ -95,12 +95,12 @@ def _give_up(answer: asyncio.Future[Any], subject: str, timeout_s: float) -> Non
         answer.set_exception(_silence(subject, timeout_s))
 
 
-def _silence(subject: str, timeout_s: float) -> BusError:
-    return BusError(
+def _silence(subject: str, timeout_s: float) -> BusAway:
+    return BusAway(
         f"no answer from the bus within {timeout_s:g} s to a request on {subject[:60]}",
         hint="is nats-server running? If its log shows write errors, make room on its disk and start it again",
     )
 
 
-def _lost() -> BusError:
-    return BusError("the connection to the bus was lost before an answer came", hint="is nats-server running?")
+def _lost() -> BusAway:
+    return BusAway("the connection to the bus was lost before an answer came", hint="is nats-server running?")

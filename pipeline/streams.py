@@ -98,8 +98,9 @@ async def ensure(bus: Bus, limits: Limits | None = None) -> list[str]:
         try:
             await bus.api(f"STREAM.CREATE.{name}", config)
         except BusFull as error:
+            size = f"{config.get('max_bytes', 0) / _GIB:g} GiB"
             raise BusFull(
-                f"nats-server has no room for stream {name} of {config.get('max_bytes', 0) / _GIB:g} GiB: {error.message}",
+                f"nats-server has no room for stream {name} of {size}: {error.message}",
                 hint="lower the sizes under [limits], or raise max_file in the configuration of nats-server",
             ) from error
         except BusError as error:

@@ -45,6 +45,10 @@ class BusError(RollyardError, ConnectionError):
     exit_code = 4
 
 
+class BusAway(BusError):
+    """The bus gives no answer: it cannot be reached, or it hangs."""
+
+
 class BusFull(BusError):
     """A stream or its store has no room."""
 
@@ -69,6 +73,10 @@ class DecodeError(RollyardError, ValueError):
 
 class BlobError(RollyardError, OSError):
     """A blob is missing, damaged or cannot be written."""
+
+
+class BlobRefused(BlobError):
+    """The disk takes no blob."""
 
 
 class SandboxError(RollyardError, RuntimeError):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from typing import Final
+from typing import Any, Final
 
 import structlog
 from msgspec import structs
@@ -22,7 +22,7 @@ from rollyard.pipeline.leases import LeaseView
 from rollyard.pipeline.log import LogEvent, read_rollout
 from rollyard.schemas import subjects
 from rollyard.schemas.call import CallIntent
-from rollyard.schemas.errors import ReplayError, RollyardError
+from rollyard.schemas.errors import BlobError, DecodeError, ReplayError, RollyardError, TaskError
 from rollyard.schemas.failure import Failure
 from rollyard.schemas.fleet import DeadLetter
 from rollyard.schemas.rollout import RolloutEvent, RolloutState, StageName
@@ -34,6 +34,7 @@ log = structlog.get_logger(__name__)
 
 Events = list[tuple[int, LogEvent]]
 
+FAILED: Final = ("failed", "cancelled")
 FIRST_WAIT_S: Final = 0.05
 MOST_WAIT_S: Final = 2.0
 
@@ -52,13 +53,15 @@ class Aggregate:
 
     async def work(self, held: Held) -> RolloutState:
         """Commit, deliver, close the group if this was its last rollout; the next state is the end."""
-        if held.deliveries > MAX_DELIVERIES and held.state.position != "committing":
+        events: Events = []
+        if held.deliveries <= MAX_DELIVERIES:
+            events = await self._complete_session(held.state)
+        elif await self._bus.last(_commit_subject(held.state)) is None:
             held.state = await self._give_up(held)
-        events = await self._complete_session(held.state)
         if held.state.position != "committing":
             await self._commit_to(held)
         checkpoint("aggregate.committing")
-        commit, samples = await self._commit(held.state, events)
+        commit, samples, events = await self._commit(held.state, events)
         checkpoint("aggregate.committed")
         await self._deliver(commit, samples, events)
         checkpoint("aggregate.delivered")
@@ -90,7 +93,7 @@ class Aggregate:
             events = await read_rollout(
                 self._bus, rollout.run, rollout.rollout_id, at_least=newest, kinds=("call", "life")
             )
-            if state.status in ("failed", "cancelled"):
+            if state.status in FAILED:
                 return events
             open_now = open_calls(events, state.attempt, state.closed_seq)
             if not any(self._may_still_end(intent) for intent in open_now):
@@ -131,17 +134,16 @@ class Aggregate:
         held.revision = await self._states.update(key, state, held.revision)
         held.state = state
 
-    async def _commit(self, state: RolloutState, events: Events) -> tuple[Commit, tuple[Sample, ...]]:
-        """Create the commit, or obey the one that stands there."""
-        rollout = state.rollout
-        subject = subjects.log_subject(rollout.run, rollout.rollout_id, "commit")
+    async def _commit(self, state: RolloutState, events: Events) -> tuple[Commit, tuple[Sample, ...], Events]:
+        """Create the commit, or obey the one that stands there. Returns it, its samples and the events behind them."""
+        rollout, subject = state.rollout, _commit_subject(state)
         commit = await self._draft(state, events)
         samples = samples_of(events, commit)
         digests = tuple(SampleDigest(sample_id=s.sample_id, digest=sample_digest(s)) for s in samples)
         commit = structs.replace(commit, samples=digests)
         _, created = await self._bus.create(subject, encode(commit))
         if created:
-            return commit, samples
+            return commit, samples, events
         stored = await self._bus.last(subject)
         assert stored is not None
         standing: Commit = decode(stored.data, Commit)
@@ -151,15 +153,16 @@ class Aggregate:
                 f"the commit of {rollout.rollout_id} names stitcher {standing.stitcher!r}, which this release lacks",
                 hint="run an aggregator of the release that has it",
             )
+        if standing.status in FAILED:
+            return standing, (), events
         events = await read_rollout(self._bus, rollout.run, rollout.rollout_id, at_least=standing.cut_seq)
-        return standing, samples_of(events, standing)
+        return standing, samples_of(events, standing), events
 
     async def _draft(self, state: RolloutState, events: Events) -> Commit:
         """The commit without its digests."""
         rollout = state.rollout
         counted = [seq for seq, event in events if getattr(event, "attempt", 0) == state.attempt]
         lost = open_calls(events, state.attempt, state.closed_seq)
-        task = await self._context.tasks.get(rollout.run, rollout.task_id)
         return Commit(
             run=rollout.run,
             task_id=rollout.task_id,
@@ -175,8 +178,18 @@ class Aggregate:
             evaluated_seq=state.evaluated_seq,
             lost_calls=tuple(intent.call_id for intent in lost),
             stitcher=STITCHER_VERSION,
-            metadata=task.metadata,
+            metadata=await self._metadata(state),
         )
+
+    async def _metadata(self, state: RolloutState) -> dict[str, Any]:
+        try:
+            return (await self._context.tasks.get(state.rollout.run, state.rollout.task_id)).metadata
+        except (TaskError, DecodeError, BlobError) as error:
+            # A task that cannot be read must not keep the rollout that failed for it from its end.
+            if state.status not in FAILED:
+                raise
+            log.error("delivered_without_metadata", rollout=state.rollout.rollout_id, error=str(error))
+            return {}
 
     async def _deliver(self, commit: Commit, samples: tuple[Sample, ...], events: Events) -> None:
         by_seq = dict(events)
@@ -205,6 +218,10 @@ class Aggregate:
         )
         subject = subjects.sample_subject(commit.run, commit.group_id, commit.index)
         await self._bus.create(subject, encode(delivery))
+
+
+def _commit_subject(state: RolloutState) -> str:
+    return subjects.log_subject(state.rollout.run, state.rollout.rollout_id, "commit")
 
 
 def _life(event: LogEvent | None) -> RolloutEvent | None:

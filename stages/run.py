@@ -42,7 +42,7 @@ class Run:
         sandbox = await self._context.backend(state.sandbox.backend).open(state.sandbox)
         harness = open_harness(task.agent.harness)
         context = agent_context(self._context, state, task, sandbox)
-        if isinstance(harness, InProcessHarness) and harness.in_process:
+        if harness.in_process and isinstance(harness, InProcessHarness):
             result, failure = await self._work_here(harness, context, task)
         else:
             result, failure = await self._watch(sandbox, harness, context, task)

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import world
@@ -35,13 +36,14 @@ class Outcome:
         return [sample for delivery in self.deliveries for sample in delivery.samples]
 
 
-async def check(yard: Yard, run: str, tasks: Sequence[Task], *, attempt: int = 1) -> Outcome:
-    """Wait for the end of a run whose rollouts all complete in `attempt`, and check everything about it."""
-    await yard.wait_delivered(run, world.rollouts_of(tasks))
-    await check_at_rest(yard, run, tasks)
-    outcome = await read(yard, run)
-    check_delivered_once(outcome, run, tasks)
-    check_groups_announced_once(outcome, tasks)
+async def check(
+    yard: Yard, run: str, tasks: Sequence[Task], *, attempt: int = 1, sandboxes: Path | None = None
+) -> Outcome:
+    """Wait for the end of a run whose rollouts all complete in `attempt`, and check everything about it.
+
+    `sandboxes`: the folder in which none may be left, if not that of the yard.
+    """
+    outcome = await check_ended(yard, run, tasks, sandboxes)
     by_id = {task.id: task for task in tasks}
     ends = {each.rollout_id: (each.status, each.failure, each.attempt) for each in outcome.deliveries}
     assert {rollout: end for rollout, end in ends.items() if end != ("completed", None, attempt)} == {}
@@ -50,8 +52,19 @@ async def check(yard: Yard, run: str, tasks: Sequence[Task], *, attempt: int = 1
         assert delivery.answer == world.answer_of(by_id[delivery.task_id])
         assert [len(sample.calls) for sample in delivery.samples] == [world.CALLS]
         assert delivery.calls >= world.CALLS
-    check_ids_are_the_journals(yard, outcome)
     check_nothing_ran_twice(yard, outcome, attempt)
+    return outcome
+
+
+async def check_ended(yard: Yard, run: str, tasks: Sequence[Task], sandboxes: Path | None = None) -> Outcome:
+    """Wait for the end of a run, and check what must be true of any, whatever became of its rollouts."""
+    await yard.wait_delivered(run, world.rollouts_of(tasks))
+    await check_at_rest(yard, run, tasks)
+    await check_no_sandbox_is_left(yard, sandboxes)
+    outcome = await read(yard, run)
+    check_delivered_once(outcome, run, tasks)
+    check_groups_announced_once(outcome, tasks)
+    check_ids_are_the_journals(yard, outcome)
     await check_log(yard, run, outcome)
     await check_parquet(yard, run, outcome)
     check_replay(yard, run, outcome)
@@ -59,7 +72,7 @@ async def check(yard: Yard, run: str, tasks: Sequence[Task], *, attempt: int = 1
 
 
 async def check_at_rest(yard: Yard, run: str, tasks: Sequence[Task]) -> None:
-    """Groups closed, queues empty, no dead letter, no process and no sandbox left."""
+    """Groups closed, queues empty, no dead letter, no process left in a sandbox."""
 
     async def closed() -> bool:
         groups = await yard.bus.subjects(subjects.SAMPLES, f"group.{subjects.token(run)}.*")
@@ -72,15 +85,20 @@ async def check_at_rest(yard: Yard, run: str, tasks: Sequence[Task]) -> None:
     async def processes_gone() -> bool:
         return not yard.agents()
 
-    async def sandboxes_gone() -> bool:
-        return {path.name for path in yard.config.sandboxes_dir().iterdir()} <= {"lease"}
-
     await yard.until(closed, "the groups to close")
     await yard.until(queues_empty, "empty queues")
     await yard.until(processes_gone, "the end of every agent")
-    await yard.until(sandboxes_gone, "the removal of every sandbox")
     dead = await yard.bus.subjects(subjects.DEAD, "dead.*.*")
     assert dead == {}
+
+
+async def check_no_sandbox_is_left(yard: Yard, folder: Path | None = None) -> None:
+    """Wait until every sandbox is removed, those by the sweeper that an INIT worker made and died."""
+
+    async def gone() -> bool:
+        return {path.name for path in (folder or yard.config.sandboxes_dir()).iterdir()} <= {"lease"}
+
+    await yard.until(gone, "the removal of every sandbox")
 
 
 async def read(yard: Yard, run: str) -> Outcome:

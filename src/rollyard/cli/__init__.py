@@ -25,6 +25,8 @@ def parser() -> argparse.ArgumentParser:
     """The whole command line."""
     top = argparse.ArgumentParser(
         prog="rollyard",
+        # One line for each command.
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=30),
         description="Rollouts of LLM agents as a service: tasks in, training samples out.",
         epilog="Exit codes: 0 done, 1 failed, 2 wrong usage, configuration or task, 3 something is missing on this "
         "machine, 4 the bus cannot be reached or refuses, 5 replay differs, 130 interrupted.",

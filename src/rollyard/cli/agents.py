@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from rollyard.pipeline.doctor import Finding
 
 AGENTS = ("mini_swe_agent",)
-STAMP = "installed.txt"
-"""A copy of the lock file that was installed."""
 
 
 def add(commands: Commands) -> None:
@@ -25,19 +23,11 @@ def add(commands: Commands) -> None:
     install.add_argument("name", choices=AGENTS, metavar="NAME", help=f"one of {', '.join(AGENTS)}")
 
 
-def is_installed() -> bool:
-    """Whether mini-swe-agent is there with the locked versions."""
-    from rollyard.harnesses import mini_swe_agent
-
-    stamp = mini_swe_agent.tool_folder() / STAMP
-    return stamp.is_file() and stamp.read_bytes() == mini_swe_agent.LOCK.read_bytes()
-
-
 def run_ls(args: argparse.Namespace) -> int:
     """List them."""
     from rollyard.harnesses import mini_swe_agent
 
-    rows = [("mini_swe_agent", is_installed(), str(mini_swe_agent.tool_folder()))]
+    rows = [("mini_swe_agent", mini_swe_agent.is_installed(), str(mini_swe_agent.tool_folder()))]
     names = ("agent", "installed", "folder")
     print(to_json([dict(zip(names, row, strict=True)) for row in rows]) if args.json else table(names, rows))
     return 0
@@ -48,12 +38,11 @@ def run_install(args: argparse.Namespace) -> int:
     from rollyard.harnesses import mini_swe_agent
 
     folder = mini_swe_agent.tool_folder()
-    if is_installed():
+    if mini_swe_agent.is_installed():
         print(f"{args.name} is installed in {folder}.")
         return 0
     print(f"Installing {args.name} into {folder} ...", flush=True)
     mini_swe_agent.install()
-    (folder / STAMP).write_bytes(mini_swe_agent.LOCK.read_bytes())
     return 0
 
 
@@ -63,7 +52,7 @@ async def check(config: Config) -> Finding:
     from rollyard.pipeline.doctor import Finding
 
     folder = mini_swe_agent.tool_folder()
-    if is_installed():
+    if mini_swe_agent.is_installed():
         return Finding(check="mini-swe-agent", status="ok", found=str(folder))
     mend = "rollyard agents install mini_swe_agent"
     return Finding(check="mini-swe-agent", status="warn", found=f"not installed in {folder}", mend=mend)

@@ -23,11 +23,13 @@ INTERRUPTED = 130
 """Exit code after Ctrl-C."""
 
 
-def command(commands: Commands, name: str, run: Run, help_text: str) -> argparse.ArgumentParser:
-    """A sub-command with the arguments that every command has."""
+def command(
+    commands: Commands, name: str, run: Run, help_text: str, data: str = ".rollyard"
+) -> argparse.ArgumentParser:
+    """A sub-command with the arguments that every command has. `data` is what its help calls the default folder."""
     made = commands.add_parser(name, help=help_text, description=help_text[:1].upper() + help_text[1:] + ".")
     made.add_argument("--config", metavar="FILE", type=Path, help="the TOML configuration (default: rollyard.toml)")
-    made.add_argument("--data", metavar="DIR", type=Path, help="the data folder (default: .rollyard)")
+    made.add_argument("--data", metavar="DIR", type=Path, help=f"the data folder (default: {data})")
     made.set_defaults(run=run)
     return made
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from rollyard.schemas.sample import Delivery, Sample
     from rollyard.schemas.task import Task
 
-DEFAULT_DATA = Path(".rollyard/demo")
+DEFAULT_DATA = ".rollyard/demo"
 SLOTS = 8
 """Agents at a time: enough to keep the small model's four slots busy on two cores."""
 PARQUET_WAIT_S = 60.0
@@ -57,7 +57,7 @@ message on NATS; any of these processes could have been killed.
 
 def add(commands: Commands) -> None:
     """The command of this file."""
-    demo = command(commands, "demo", run_demo, "run the main job once on this machine, and explain it")
+    demo = command(commands, "demo", run_demo, "run the main job once on this machine, and explain it", DEFAULT_DATA)
     model_arguments(demo)
     demo.add_argument("--tasks", metavar="FILE", type=Path, help="tasks to run instead of those that ship")
     json_flag(demo)
@@ -71,7 +71,7 @@ def run_demo(args: argparse.Namespace) -> int:
     from rollyard.pipeline.taskfile import read_task_file
     from rollyard.stages.plugin_check import check_task
 
-    args.data = args.data or DEFAULT_DATA
+    args.data = args.data or Path(DEFAULT_DATA)
     config = base_config(args)
     configure_logging(structs.replace(config.log, level="warning"))
     base = structs.replace(

@@ -22,7 +22,7 @@ def add(commands: Commands) -> None:
     """The commands of this file."""
     samples = command(commands, "samples", run_samples_ls, "look at samples in the Parquet files")
     kinds = samples.add_subparsers(title="what", metavar="WHAT", required=True)
-    ls = command(kinds, "ls", run_samples_ls, "list samples")
+    ls = command(kinds, "ls", run_samples_ls, "list samples, newest first")
     ls.add_argument("--run", dest="run_name", metavar="RUN", help="only of this run")
     ls.add_argument("--limit", type=int, default=50, metavar="N", help="at most so many (default: 50)")
     json_flag(ls)
@@ -30,7 +30,7 @@ def add(commands: Commands) -> None:
     show.add_argument("id", metavar="ID", help="a sample's or a rollout's id, or the start of one")
     show.add_argument("--tokenizer", type=Path, metavar="PATH", help="tokenizer.json or GGUF that turns ids into text")
     json_flag(show)
-    sql = command(kinds, "sql", run_samples_sql, "ask the table `samples` with DuckDB")
+    sql = command(kinds, "sql", run_samples_sql, "ask the tables `samples` and `rollouts` with DuckDB")
     sql.add_argument("query", metavar="QUERY", help='for example "select run, count(*) from samples group by run"')
     json_flag(sql)
     replay = command(commands, "replay", run_replay, "rebuild samples from the log and compare them with the commits")
@@ -61,8 +61,12 @@ def run_samples_ls(args: argparse.Namespace) -> int:
     from rollyard.pipeline.datasets import connect
 
     sql = f"SELECT {', '.join(LS_COLUMNS)} FROM samples WHERE $1 IS NULL OR run = $1 ORDER BY stream_seq DESC LIMIT $2"
-    with connect(config_of(args).samples_dir()) as connection:
+    folder = config_of(args).samples_dir()
+    with connect(folder) as connection:
         rows = connection.execute(sql, [args.run_name, args.limit]).fetchall()
+    if not rows and not args.json:
+        print(f"There are no samples{f' of run {args.run_name}' if args.run_name else ''} in {folder}.")
+        return 0
     _print_rows(list(LS_COLUMNS), rows, as_json=args.json)
     return 0
 
