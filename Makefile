@@ -34,7 +34,7 @@ fmt: $(STAMP) ## format the code and mend what can be mended
 	@$(BIN)/ruff format .
 
 bench: $(STAMP) ## measure, and print tables
-	@$(BIN)/python -m pytest tests/bench -m bench -s $(ARGS)
+	@for script in tests/bench/bench_*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 agents: $(STAMP) ## install mini-swe-agent, with locked versions, into an environment of its own
 	@$(BIN)/rollyard agents install mini_swe_agent

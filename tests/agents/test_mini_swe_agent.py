@@ -31,7 +31,7 @@ TASK = {
 def deliveries(installation: Any) -> list[rollyard.Delivery]:
     (installation.folder / "tasks.jsonl").write_text(json.dumps(TASK))
     said = installation.rollyard("submit", "tasks.jsonl", "--run", RUN)
-    assert said == f"1 tasks published to run {RUN}.\n"
+    assert said == f"1 task published to run {RUN}.\n"
     with rollyard.connect_sync(installation.nats, run=RUN, blobs=installation.data / "blobs") as client:
         batch = next(client.groups())
     return list(batch.deliveries)

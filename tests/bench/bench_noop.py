@@ -19,7 +19,7 @@ from pathlib import Path
 import nats
 import uvloop
 from measure import cpu_s, table, total_cpu_s
-from roles import ROLES, Yard, yard
+from roles import ROLES, Yard, delivered_at_least, yard
 
 from rollyard.pipeline.codec import encode
 from rollyard.schemas import subjects
@@ -82,9 +82,7 @@ async def rollyard(running: Yard, rollouts: int, run: str) -> Round:
             sandbox=SandboxSpec(backend="none"),
         )
         await running.bus.publish(subjects.task_subject(run), encode(task))
-    wanted = start + rollouts + rollouts // GROUP_SIZE
-    while await running.delivered() < wanted:
-        await asyncio.sleep(0.1)
+    await delivered_at_least(running, start + rollouts + rollouts // GROUP_SIZE)
     return _round(before, running, rollouts, total_cpu_s(running.pids()) - start_cpu)
 
 

@@ -62,12 +62,9 @@ class Yard:
             return int(json.load(reply)["in_msgs"])
 
     async def delivered(self) -> int:
-        """Deliveries in the sample stream."""
-        found = await self.bus.api(
-            f"STREAM.INFO.{subjects.SAMPLES}",
-        )
-        groups = found["state"].get("num_subjects", 0)
-        return int(found["state"]["messages"]) if groups else 0
+        """Messages in the sample stream: one for each rollout and one for each group."""
+        info = await self.bus.stream_info(subjects.SAMPLES)
+        return int(info["state"]["messages"])
 
 
 @asynccontextmanager
@@ -85,5 +82,14 @@ async def yard(folder: Path, **settings: object) -> AsyncIterator[Yard]:
         try:
             yield running
         finally:
-            for child in running.children.values():
-                await stop(child)
+            async with asyncio.TaskGroup() as group:
+                for child in running.children.values():
+                    group.create_task(stop(child))
+
+
+async def delivered_at_least(running: Yard, wanted: int) -> None:
+    """Return when the sample stream holds `wanted` messages, groups included."""
+    done = False
+    while not done:
+        await asyncio.sleep(0.1)
+        done = await running.delivered() >= wanted

@@ -14,6 +14,7 @@ import pytest
 
 from rollyard import __version__
 from rollyard.cli import main, parser
+from rollyard.cli.up import model_of
 from rollyard.pipeline.bus import Bus
 from rollyard.pipeline.codec import encode
 from rollyard.pipeline.embedded import EmbeddedNats
@@ -159,6 +160,34 @@ def test_submit_checks_the_whole_file_before_it_publishes(capsys: pytest.Capture
     assert "colour" in said
 
 
+@pytest.mark.parametrize(
+    ("arguments", "goes_with"),
+    [
+        (["--engine", "vllm"], "--llm URL"),
+        (["--api-key-env", "KEY"], "--llm URL"),
+        (["--model", "m"], "--llm URL or --scripted SCRIPT"),
+        (["--journal", "j"], "--scripted SCRIPT"),
+        (["--journal", "j", "--llm", "http://127.0.0.1:1"], "--scripted SCRIPT"),
+    ],
+)
+def test_an_argument_that_would_be_without_effect_is_refused(
+    arguments: list[str], goes_with: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["up", *arguments]) == 2
+    assert capsys.readouterr().err == f"rollyard: {arguments[0]} means nothing here (it goes with {goes_with})\n"
+
+
+def test_the_key_of_a_given_model_server_reaches_the_pool() -> None:
+    arguments = parser().parse_args(["up", "--llm", "https://models.test/v1", "--api-key-env", "KEY", "--model", "m"])
+    entry = model_of(arguments).entry
+    assert (entry.url, entry.engine, entry.api_key_env) == ("https://models.test", "openai", "KEY")
+
+
+def test_without_samples_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["samples", "ls", "--run", "r"]) == 0
+    assert capsys.readouterr().out == "There are no samples of run r in .rollyard/samples.\n"
+
+
 def test_submit_check_publishes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     Path("tasks.jsonl").write_text('{"prompt": "a", "group_size": 4}\n{"prompt": "b"}\n')
     assert main(["submit", "tasks.jsonl", "--check"]) == 0
@@ -173,6 +202,11 @@ async def test_submit_status_and_dead_over_a_real_bus(bus: Bus, nats: EmbeddedNa
 
     async def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         return await asyncio.to_thread(rollyard, *arguments, env=env)
+
+    assert (await run("status")).stdout.startswith("There are no runs.")
+    for arguments in (["status", "--follow"], ["replay"], ["cancel"]):
+        unknown = await run(*arguments, "--run", "r")
+        assert (unknown.returncode, unknown.stderr.split(" (")[0]) == (2, "rollyard: there is no run 'r'")
 
     done = await run("submit", "tasks.jsonl", "--run", "r", "--json")
     assert json.loads(done.stdout) == {"run": "r", "accepted": 2, "repeated": 0}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,33 @@ def test_a_demo_and_a_second_one_on_the_same_folder(tmp_path: Path) -> None:
     second, _ = demo(tmp_path, "--scripted", str(script))
     check_summary(second, tmp_path)
     assert second["run"] != first["run"]
+
+
+@pytest.mark.model
+def test_ctrl_c_ends_the_agents_too(tmp_path: Path) -> None:
+    script = tmp_path / "script.json"
+    script.write_text('{"conversations": [{"turns": [{"content": "It is 5.", "delay_s": 300}]}]}')
+    (tmp_path / "tasks.jsonl").write_text(TASKS)
+    data = tmp_path / "data"
+    command = [sys.executable, "-m", "rollyard", "demo", "--data", str(data), "--tasks", str(tmp_path / "tasks.jsonl")]
+    process = subprocess.Popen([*command, "--scripted", str(script)], stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not list(data.glob("sandboxes/r*/control/agent/pid")):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=120)
+    assert (process.returncode, said.splitlines()[-1]) == (130, "Stopped before the end; `make demo` starts a new run.")
+    assert list(data.glob("sandboxes/r*")) == []
+    assert set(json.loads((data / "state.json").read_text())["children"].values()) == {None}
+    sql = "select status, count(*) as n from rollouts group by status"
+    ended = subprocess.run(
+        [sys.executable, "-m", "rollyard", "samples", "sql", sql, "--data", str(data), "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(ended.stdout) == {"status": "cancelled", "n": 4}
 
 
 @pytest.mark.model

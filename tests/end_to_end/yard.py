@@ -44,38 +44,32 @@ PATIENCE_S = 150.0
 class Yard:
     """What runs, by name. Processes write to `<folder>/<name>.log`."""
 
-    def __init__(self, folder: Path, config: Config) -> None:
+    def __init__(self, folder: Path, config: Config, env: Mapping[str, str]) -> None:
         self.folder = folder
         self.config = config
+        self._env = os.environ | env
+        self.config_file = folder / "config.toml"
+        self.config_file.write_text(to_toml(config))
         self.ledger = folder / "ledger"
         self.tokenizer = world.make_tokenizer(folder / "tokenizer")
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.bus: Bus
         self._arguments: dict[str, Sequence[str]] = {}
-        self._configs: dict[str, Config] = {}
         self._marks = 0
 
     # --- processes ---
 
-    def start(
-        self, name: str, *arguments: str, config: Config | None = None, env: Mapping[str, str] | None = None
-    ) -> None:
+    def start(self, name: str, *arguments: str, env: Mapping[str, str] | None = None) -> None:
         """Start a process of Rollyard: a role by its name, or `arguments` under a name."""
-        config_file = self.folder / f"{name}.toml"
-        config_file.write_text(to_toml(config or self.config))
-        self._configs[name] = config or self.config
-        command = arguments or self._command(name)
-        self._spawn(name, [sys.executable, "-m", "rollyard", *command, "--config", str(config_file)], env)
-
-    def _command(self, role: str) -> Sequence[str]:
-        return ("worker", "--stages", role) if role in STAGES else (role,)
+        command = arguments or (("worker", "--stages", name) if name in STAGES else (name,))
+        self._spawn(name, [sys.executable, "-m", "rollyard", *command, "--config", str(self.config_file)], env)
 
     def _spawn(self, name: str, command: Sequence[str], env: Mapping[str, str] | None = None) -> None:
         assert name not in self.processes or self.processes[name].poll() is not None, f"{name} still runs"
         self._arguments[name] = command
         with (self.folder / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
-                command, stdout=log, stderr=log, start_new_session=True, env=os.environ | (env or {}), cwd="/"
+                command, stdout=log, stderr=log, start_new_session=True, env=self._env | (env or {}), cwd="/"
             )
 
     def again(self, name: str, env: Mapping[str, str] | None = None) -> None:
@@ -224,7 +218,7 @@ class Yard:
 
     def rollyard(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run a command of Rollyard to its end."""
-        command = [sys.executable, "-m", "rollyard", *arguments, "--config", str(self.folder / "controller.toml")]
+        command = [sys.executable, "-m", "rollyard", *arguments, "--config", str(self.config_file)]
         return subprocess.run(command, capture_output=True, text=True, check=False, cwd="/")
 
 
@@ -247,9 +241,15 @@ def config_for(folder: Path, **worker: object) -> Config:
 
 
 @asynccontextmanager
-async def yard(folder: Path, roles: Sequence[str] = ROLES, *, config: Config | None = None) -> AsyncIterator[Yard]:
-    """Everything started and ready; at the end everything is stopped."""
-    running = Yard(folder, config or config_for(folder))
+async def yard(
+    folder: Path,
+    roles: Sequence[str] = ROLES,
+    *,
+    config: Config | None = None,
+    env: Mapping[str, str] | None = None,
+) -> AsyncIterator[Yard]:
+    """Everything started and ready, with `env` in every environment; at the end everything is killed."""
+    running = Yard(folder, config or config_for(folder), env or {})
     async with AsyncExitStack() as stack:
         stack.callback(_end, running)
         running.start_nats()

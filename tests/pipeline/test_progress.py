@@ -108,6 +108,7 @@ async def test_a_snapshot_counts_this_run_only(bus: Bus) -> None:
         ended={"completed": 2, "failed": 1},
         dead=1,
         policy_version=7,
+        model_servers=0,
     )
     assert json.decode(json.encode(status), type=RunStatus) == status
     assert (await run_status(bus, "my run", statuses=False)).ended is None

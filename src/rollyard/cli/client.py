@@ -10,7 +10,17 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rollyard.cli.common import Commands, command, config_of, connected, json_flag, run_async, table, to_json
+from rollyard.cli.common import (
+    Commands,
+    check_run,
+    command,
+    config_of,
+    connected,
+    json_flag,
+    run_async,
+    table,
+    to_json,
+)
 
 if TYPE_CHECKING:
     from rollyard.pipeline.bus import Bus
@@ -90,7 +100,8 @@ async def _submit(args: argparse.Namespace, config: Config, tasks: list[Task]) -
         print(to_json({"run": args.run_name, "accepted": report.accepted, "repeated": report.repeated}))
     else:
         repeated = f", {report.repeated} were there already" if report.repeated else ""
-        print(f"{report.accepted} tasks published to run {args.run_name}{repeated}.")
+        noun = "task" if report.accepted == 1 else "tasks"
+        print(f"{report.accepted} {noun} published to run {args.run_name}{repeated}.")
     return 0
 
 
@@ -101,10 +112,15 @@ def run_status(args: argparse.Namespace) -> int:
 
 async def _status(args: argparse.Namespace, config: Config) -> int:
     async with connected(config) as bus:
+        if args.run_name:
+            await check_run(bus, args.run_name)
         if args.follow:
             await follow(bus, args.run_name, as_json=args.json)
             return 0
-        for status in await snapshots(bus, args.run_name):
+        statuses = await snapshots(bus, args.run_name)
+        if not statuses and not args.json:
+            print("There are no runs. `rollyard submit FILE --run NAME` begins one.")
+        for status in statuses:
             print(to_json(status) if args.json else _render(status, None, 0.0, live=sys.stdout.isatty()))
     return 0
 
@@ -166,6 +182,7 @@ async def _cancel(args: argparse.Namespace, config: Config) -> int:
     from rollyard.pipeline.client import Client
 
     async with connected(config) as bus:
+        await check_run(bus, args.run_name)
         await Client(bus, args.run_name).cancel(args.task, args.index, reason=args.reason)
     print("Cancelled. Rollouts that had not ended are delivered with status `cancelled`.")
     return 0

@@ -114,6 +114,21 @@ async def connected(config: Config, name: str = "cli", *, wait_s: float = 3.0) -
         yield bus
 
 
+async def check_run(bus: Bus, name: str) -> None:
+    """Raise ConfigError when no run has that name."""
+    from rollyard.pipeline.kv import Bucket
+    from rollyard.schemas import subjects
+    from rollyard.schemas.errors import ConfigError
+    from rollyard.schemas.fleet import Run
+
+    try:
+        found = await Bucket[Run](bus, subjects.RUNS, Run).get(subjects.token(name))
+    except ValueError as error:
+        raise ConfigError(f"--run: {error}", hint="give the name that you submitted under") from error
+    if found is None:
+        raise ConfigError(f"there is no run {name!r}", hint="`rollyard status` lists the runs")
+
+
 def program() -> str:
     """How the user can call this program from here."""
     if shutil.which("rollyard"):

@@ -9,7 +9,17 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollyard.cli.common import Commands, command, config_of, connected, json_flag, run_async, table, to_json
+from rollyard.cli.common import (
+    Commands,
+    check_run,
+    command,
+    config_of,
+    connected,
+    json_flag,
+    run_async,
+    table,
+    to_json,
+)
 
 if TYPE_CHECKING:
     from rollyard.pipeline.config import Config
@@ -138,6 +148,7 @@ async def _replay(args: argparse.Namespace, config: Config) -> int:
     from rollyard.stages.replay import replay_run
 
     async with connected(config) as bus:
+        await check_run(bus, args.run_name)
         report = await replay_run(bus, args.run_name)
     if args.json:
         print(to_json(report))

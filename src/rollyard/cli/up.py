@@ -156,8 +156,18 @@ async def _up(plan: Plan) -> int:
             finally:
                 print("Stopping ... (Ctrl-C once more ends everything at once)", file=sys.stderr, flush=True)
     except asyncio.CancelledError:
-        print("Stopped.", file=sys.stderr)
+        print(f"Stopped.{_left_behind(plan.base.sandboxes_dir())}", file=sys.stderr)
     return 0
+
+
+def _left_behind(sandboxes: Path) -> str:
+    """What is to be said about agents that go on: they are what the next `rollyard up` takes up again."""
+    if not sandboxes.is_dir() or not any(path.is_dir() for path in sandboxes.iterdir()):
+        return ""
+    return (
+        "\nRollouts are under way. The next `rollyard up` goes on with them; "
+        "agents that run end within four minutes without it."
+    )
 
 
 def describe(installation: Installation) -> str:
