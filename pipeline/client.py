@@ -64,12 +64,14 @@ async def connect(
     name: str = "trainer",
     blobs: str | Path | None = None,
     ack_wait_s: float = ACK_WAIT_S,
+    training: bool = True,
 ) -> AsyncIterator[Client]:
     """Connect to a running Rollyard as the trainer of `run`.
 
     `url` and `blobs`, the folder of large payloads, come from the variable ROLLYARD_NATS_URL and the configuration
     (ROLLYARD_CONFIG, ./rollyard.toml) where they are not given. `ack_wait_s`: results that a trainer held when it died
-    come again after so long. Raises BusError when nobody answers there, ConfigError for a run's name that cannot be.
+    come again after so long. `training=False` makes a new run one for evaluation, which may use model servers that
+    return no token ids. Raises BusError when nobody answers there, ConfigError for a run's name that cannot be.
     """
     _check_name(run)
     config, _ = find_config()
@@ -83,7 +85,7 @@ async def connect(
                 f"NATS at {address} answers, but Rollyard's streams are not there: {error.message}",
                 hint="start `rollyard up`, or point the url at the server that it uses",
             ) from error
-        client = Client(bus, run, ack_wait_s=ack_wait_s)
+        client = Client(bus, run, ack_wait_s=ack_wait_s, training=training)
         try:
             yield client
         finally:
@@ -93,10 +95,11 @@ async def connect(
 class Client:
     """A trainer's view of one run. Make one with `connect`."""
 
-    def __init__(self, bus: Bus, run: str, *, ack_wait_s: float = ACK_WAIT_S) -> None:
+    def __init__(self, bus: Bus, run: str, *, ack_wait_s: float = ACK_WAIT_S, training: bool = True) -> None:
         self.bus = bus
         self.run = run
         self._ack_wait_s = ack_wait_s
+        self._training = training
         self._tasks = Bucket[TaskProgress](bus, subjects.TASK_BUCKET, TaskProgress)
         self._submitted: dict[str, str] = {}
         self._first_dead_seq = 0
@@ -170,7 +173,8 @@ class Client:
             return
         runs = Bucket[Run](self.bus, subjects.RUNS, Run)
         with suppress(Conflict):
-            await runs.create(subjects.token(self.run), Run(run=self.run, created_ms=_now_ms()))
+            run = Run(run=self.run, created_ms=_now_ms(), training=self._training)
+            await runs.create(subjects.token(self.run), run)
         dead = await self.bus.stream_info(subjects.DEAD)
         self._first_dead_seq = int(dead["state"]["last_seq"]) + 1
 

@@ -36,9 +36,10 @@ def connect_sync(
     name: str = "trainer",
     blobs: str | Path | None = None,
     ack_wait_s: float = ACK_WAIT_S,
+    training: bool = True,
 ) -> SyncClient:
     """Connect, as `connect` does. Use the result in a `with` block, or call its `close()`."""
-    return SyncClient(url, run=run, name=name, blobs=blobs, ack_wait_s=ack_wait_s)
+    return SyncClient(url, run=run, name=name, blobs=blobs, ack_wait_s=ack_wait_s, training=training)
 
 
 class SyncReader(Generic[T]):
@@ -76,13 +77,11 @@ class SyncReader(Generic[T]):
 class SyncClient:
     """`Client` without async; see there for what the methods do. Made by `connect_sync`."""
 
-    def __init__(
-        self, url: str | None = None, *, run: str, name: str, blobs: str | Path | None, ack_wait_s: float
-    ) -> None:
+    def __init__(self, url: str | None = None, *, run: str, name: str, **settings: Any) -> None:
         self.run = run
         self._closing = asyncio.Event()
         self._ready: concurrent.futures.Future[tuple[asyncio.AbstractEventLoop, Client]] = concurrent.futures.Future()
-        session = self._session(url, run=run, name=name, blobs=blobs, ack_wait_s=ack_wait_s)
+        session = self._session(url, run=run, name=name, **settings)
         self._thread = threading.Thread(target=asyncio.run, args=(session,), name=f"rollyard-{name}", daemon=True)
         self._thread.start()
         try:

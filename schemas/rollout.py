@@ -78,6 +78,7 @@ class RolloutState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     status: Annotated[Status | None, Meta(description="set once the outcome is known")] = None
     failure: Annotated[Failure | None, Meta(description="why it did not complete")] = None
     effects: Annotated[tuple[Effect, ...], Meta(description="due before the message is published; idempotent")] = ()
+    training: Annotated[bool, Meta(description="Run.training: whether model servers must return token ids")] = True
     admitted_ms: Annotated[int, Meta(description="when it was admitted, Unix ms")] = 0
     writer: Annotated[str, Meta(description="random id of whoever wrote this value")] = ""
     schema_version: int = SCHEMA_VERSION

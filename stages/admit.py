@@ -59,7 +59,7 @@ class Admit:
         self._handover = Handover(context.bus, context.perform)
         self._window = Window(context.bus, context.config.admit)
         self._last = ""
-        self._runs: dict[str, str] = {}
+        self._runs: dict[str, Run] = {}
         self._held: dict[int, Delivered] = {}
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -159,7 +159,8 @@ class Admit:
     async def _accept(self, run_token: str, task: Task) -> None:
         """Store the task and its rollouts. Raises TaskError when its id is taken by another content."""
         store = self._context.tasks
-        run = await self._run_name(run_token)
+        of_run = await self._run(run_token)
+        run = of_run.run
         key = subjects.task_key(run, task.id)
         progress = TaskProgress(content_hash=task.content_hash(), group_size=task.group_size, task_id=task.id, run=run)
         try:
@@ -174,15 +175,15 @@ class Admit:
                 log.info("task_repeated", run=run, task=task.id)
                 return
         await store.put(run, task)
-        await self._fan_out(run, task)
+        await self._fan_out(of_run, task)
         checkpoint("admit.fanned_out")
         try:
             await store.progress.update(key, structs.replace(progress, progress="fanned_out"), revision)
         except Conflict:
             log.info("task_moved_while_admitting", run=run, task=task.id)
 
-    async def _run_name(self, run_token: str) -> str:
-        """The user's name of a run; a run that nobody announced is called by its token."""
+    async def _run(self, run_token: str) -> Run:
+        """What is known about a run; one that nobody announced is called by its token."""
         if run_token not in self._runs:
             runs: Bucket[Run] = Bucket(self._bus, subjects.RUNS, Run)
             found = await runs.get(run_token)
@@ -191,16 +192,16 @@ class Admit:
                 with suppress(Conflict):
                     await runs.create(run_token, run)
                 found = run, 0
-            self._runs[run_token] = found[0].run
+            self._runs[run_token] = found[0]
         return self._runs[run_token]
 
-    async def _fan_out(self, run: str, task: Task) -> None:
+    async def _fan_out(self, run: Run, task: Task) -> None:
         """One state and one message for each rollout of the group; repeating it changes nothing."""
         limit = asyncio.Semaphore(FAN_OUT_AT_A_TIME)
 
         async def one(index: int) -> None:
             async with limit:
-                await self._start(Rollout.of(run, task.id, index, task.group_size), task)
+                await self._start(Rollout.of(run.run, task.id, index, task.group_size), task, run.training)
 
         with single_error():
             async with asyncio.TaskGroup() as group:
@@ -208,11 +209,12 @@ class Admit:
                     group.create_task(one(index))
         self._window.admitted(task.group_size)
 
-    async def _start(self, rollout: Rollout, task: Task) -> None:
+    async def _start(self, rollout: Rollout, task: Task, training: bool) -> None:
         state = RolloutState(
             rollout=rollout,
             max_attempts=task.max_attempts,
             pool=task.sandbox.backend,
+            training=training,
             admitted_ms=now_ms(),
             writer=secrets.token_hex(4),
         )

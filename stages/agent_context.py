@@ -21,6 +21,7 @@ def agent_context(context: StageContext, state: RolloutState, task: Task, sandbo
         sampling=agent.sampling,
         max_calls=agent.max_calls,
         max_tokens=agent.max_tokens,
+        training=state.training,
     )
     return AgentContext(
         rollout=state.rollout,

@@ -15,13 +15,19 @@ def check_task(task: Task) -> list[str]:
     try:
         open_harness(task.agent.harness).validate_args(task.agent.args)
     except RollyardError as error:
-        problems.append(str(error))
+        problems.append(_named("agent.harness", error))
     try:
         open_rule(task.evaluation.rule, task.evaluation.args)
     except RollyardError as error:
-        problems.append(str(error))
+        problems.append(_named("evaluation.rule", error))
     try:
         BACKENDS.load(task.sandbox.backend)
     except RollyardError as error:
-        problems.append(f"sandbox.backend: {error}")
+        problems.append(_named("sandbox.backend", error))
     return problems
+
+
+def _named(field: str, error: RollyardError) -> str:
+    """The error with the field that it is about, where it does not name one itself."""
+    part = field.partition(".")[0]
+    return str(error) if error.message.startswith(f"{part}.") else f"{field}: {error}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Self
 
 from rollyard.stages.sandboxes.local import LocalBackend, LocalSettings
@@ -17,6 +18,7 @@ class OtherPlace(LocalBackend):
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> Self:
         """Everything comes from the environment."""
-        backend = cls(LocalSettings(root=os.environ["TEST_SANDBOXES"], lease_s=4.0))
-        backend.place = os.environ["TEST_PLACE"]
+        place = os.environ["TEST_PLACE"]
+        backend = cls(LocalSettings(root=str(Path(os.environ["TEST_FOLDER"], "sandboxes", place)), lease_s=4.0))
+        backend.place = place
         return backend

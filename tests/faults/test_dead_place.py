@@ -16,25 +16,25 @@ from rollyard.schemas.fleet import Lease
 BACKEND = "other_place:OtherPlace"
 
 
+ELSEWHERE = ("gateway", "controller", "sink", "admit", "aggregate")
+
+
 def start_node(running: Yard, place: str) -> Path:
     """A worker that makes sandboxes at a place of its own; returns their folder."""
-    sandboxes = running.config.sandboxes_dir() / place
-    running.start(f"node-{place}", "worker", "--stages", "init,run,eval", env=at(place, sandboxes))
-    return sandboxes
+    running.start(f"node-{place}", "worker", "--stages", "init,run,eval", env=at(place, running.folder))
+    return running.config.sandboxes_dir() / place
 
 
-def at(place: str, sandboxes: Path) -> dict[str, str]:
+def at(place: str, folder: Path) -> dict[str, str]:
     """The environment by which a process is at a place."""
-    return {"PYTHONPATH": str(Path(__file__).parent), "TEST_PLACE": place, "TEST_SANDBOXES": str(sandboxes)}
+    return {"PYTHONPATH": str(Path(__file__).parent), "TEST_PLACE": place, "TEST_FOLDER": str(folder)}
 
 
 @pytest.mark.timeout(400)
 async def test_rollouts_of_a_dead_place_move_to_another(tmp_path: Path) -> None:
     config = config_for(tmp_path, backends=(BACKEND,))
-    env = at("elsewhere", tmp_path / "elsewhere")
-    async with yard(
-        tmp_path, ("gateway", "controller", "sink", "admit", "aggregate"), config=config, env=env
-    ) as running:
+    env = at("elsewhere", tmp_path)
+    async with yard(tmp_path, ELSEWHERE, config=config, env=env) as running:
         start_node(running, "x")
         tasks = world.make_tasks(8, ledger=running.ledger, words=(world.ONCE_FOREVER,), backend=BACKEND)
         await running.submit("moved", tasks)

@@ -18,7 +18,7 @@ IN_THIS_ORDER = ("run", "gateway", "aggregate", "sink", "nats", "admit", "init",
 async def test_each_process_killed_once_under_way(tmp_path: Path) -> None:
     rollouts = ROLLOUTS or 240
     async with yard(tmp_path) as running:
-        tasks = world.make_tasks(rollouts, ledger=running.ledger, group_size=8)
+        tasks = world.make_tasks(rollouts, ledger=running.ledger, group_size=8, words=("", world.STREAMING))
         started_s = time.perf_counter()
         await running.submit("d", tasks)
         for number, name in enumerate(IN_THIS_ORDER, 1):

@@ -41,6 +41,9 @@ def add(commands: Commands) -> None:
     submit.add_argument("file", metavar="FILE", help="JSONL, one task a line; - reads standard input")
     submit.add_argument("--run", dest="run_name", metavar="RUN", help="name of the run")
     submit.add_argument("--check", action="store_true", help="only check the file")
+    submit.add_argument(
+        "--evaluation", action="store_true", help="a new run may use model servers that return no token ids"
+    )
     json_flag(submit)
     status = command(commands, "status", run_status, "show how far runs are")
     status.add_argument("--run", dest="run_name", metavar="RUN", help="only this run (default: all)")
@@ -95,7 +98,7 @@ async def _submit(args: argparse.Namespace, config: Config, tasks: list[Task]) -
     from rollyard.pipeline.client import Client
 
     async with connected(config) as bus:
-        report = await Client(bus, args.run_name).submit(tasks)
+        report = await Client(bus, args.run_name, training=not args.evaluation).submit(tasks)
     if args.json:
         print(to_json({"run": args.run_name, "accepted": report.accepted, "repeated": report.repeated}))
     else:
