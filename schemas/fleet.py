@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from rollyard.schemas.names import RunName, SchemaVersion, UnixMs
 from rollyard.schemas.task import SCHEMA_VERSION
 
 
@@ -19,13 +20,13 @@ class Lease(Struct, frozen=True, kw_only=True, omit_defaults=True):
     lease_s: Annotated[float, Meta(gt=0, description="seconds after which it is dead when not renewed")]
     renewal: Annotated[int, Meta(description="counts up at each renewal")] = 0
     url: Annotated[str, Meta(description="base URL of a gateway; empty for a place")] = ""
-    schema_version: int = SCHEMA_VERSION
+    schema_version: SchemaVersion = SCHEMA_VERSION
 
 
 class LlmServer(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A model server of the pool; a value of `llm_servers`."""
 
-    server_id: str
+    server_id: Annotated[str, Meta(description="its name in the pool")]
     url: Annotated[str, Meta(description="base URL without /v1, for example http://127.0.0.1:8000")]
     engine: Annotated[Literal["llamacpp", "vllm", "openai"], Meta(description="which adapter speaks to it")]
     model: Annotated[str, Meta(description="name under which agents ask for it")] = "default"
@@ -39,51 +40,51 @@ class LlmServer(Struct, frozen=True, kw_only=True, omit_defaults=True):
         "unknown"
     )
     trainable: Annotated[bool, Meta(description="whether it returns token ids; set by the probe")] = True
-    schema_version: int = SCHEMA_VERSION
+    schema_version: SchemaVersion = SCHEMA_VERSION
 
 
 class PolicyVersion(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The trainer's announcement of its newest weights; a value of `policy`."""
 
-    run: str
-    version: int
-    at_ms: int = 0
-    schema_version: int = SCHEMA_VERSION
+    run: RunName
+    version: Annotated[int, Meta(description="the trainer's count of its updates")]
+    at_ms: UnixMs = 0
+    schema_version: SchemaVersion = SCHEMA_VERSION
 
 
 class Cancel(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A run, task or rollout is to end; a value of `cancel`."""
 
-    reason: str = "cancelled by the user"
-    at_ms: int = 0
-    schema_version: int = SCHEMA_VERSION
+    reason: Annotated[str, Meta(description="what the deliveries will say")] = "cancelled by the user"
+    at_ms: UnixMs = 0
+    schema_version: SchemaVersion = SCHEMA_VERSION
 
 
 class DeadLetter(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A message that could not be worked on, kept in DEAD for people."""
 
-    stage: str
-    run: str
-    subject: str
-    reason: str
+    stage: Annotated[str, Meta(description="who could not work on it")]
+    run: RunName
+    subject: Annotated[str, Meta(description="where the message was published")]
+    reason: Annotated[str, Meta(description="why it could not be worked on")]
     body: Annotated[bytes, Meta(description="the message as it was")] = b""
-    rollout_id: str = ""
-    at_ms: int = 0
-    schema_version: int = SCHEMA_VERSION
+    rollout_id: Annotated[str, Meta(description="empty: not known")] = ""
+    at_ms: UnixMs = 0
+    schema_version: SchemaVersion = SCHEMA_VERSION
 
 
 class Run(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A training run or experiment; a value of `runs`."""
 
-    run: str
-    created_ms: int = 0
+    run: RunName
+    created_ms: UnixMs = 0
     training: Annotated[bool, Meta(description="refuse servers that return no token ids")] = True
-    schema_version: int = SCHEMA_VERSION
+    schema_version: SchemaVersion = SCHEMA_VERSION
 
 
 class ClosedSession(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The gateway answers 410 to this session from now on; a value of `sessions`, whose presence is what counts."""
 
-    reason: str = "the attempt has ended"
-    at_ms: int = 0
-    schema_version: int = SCHEMA_VERSION
+    reason: Annotated[str, Meta(description="why")] = "the attempt has ended"
+    at_ms: UnixMs = 0
+    schema_version: SchemaVersion = SCHEMA_VERSION

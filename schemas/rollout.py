@@ -12,6 +12,7 @@ from msgspec import Meta, Struct
 
 from rollyard.schemas import subjects
 from rollyard.schemas.failure import Failure, Status
+from rollyard.schemas.names import Attempt, SchemaVersion
 from rollyard.schemas.task import SCHEMA_VERSION
 
 StageName = Literal["init", "run", "eval", "aggregate"]
@@ -45,14 +46,14 @@ class SandboxRef(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class CloseSession(Struct, frozen=True, tag="close_session", kw_only=True):
     """Effect: the gateway answers 410 to this attempt's key from now on."""
 
-    attempt: int
+    attempt: Attempt
 
 
 class DestroySandbox(Struct, frozen=True, tag="destroy_sandbox", kw_only=True):
     """Effect: kill what runs in the sandbox and remove it."""
 
-    attempt: int
-    sandbox: SandboxRef
+    attempt: Attempt
+    sandbox: Annotated[SandboxRef, Meta(description="what to remove")]
 
 
 Effect = CloseSession | DestroySandbox
@@ -65,7 +66,7 @@ class RolloutState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     stay.
     """
 
-    rollout: Rollout
+    rollout: Annotated[Rollout, Meta(description="whose it is")]
     position: Annotated[Position, Meta(description="the stage whose message is due, or committing, or ended")] = "init"
     step: Annotated[int, Meta(ge=0, description="hand-overs so far; a message names the step it belongs to")] = 0
     attempt: Annotated[int, Meta(ge=1, description="the current try, from 1")] = 1
@@ -81,7 +82,7 @@ class RolloutState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     training: Annotated[bool, Meta(description="Run.training: whether model servers must return token ids")] = True
     admitted_ms: Annotated[int, Meta(description="when it was admitted, Unix ms")] = 0
     writer: Annotated[str, Meta(description="random id of whoever wrote this value")] = ""
-    schema_version: int = SCHEMA_VERSION
+    schema_version: SchemaVersion = SCHEMA_VERSION
 
     def stage(self) -> StageName | None:
         """The stage whose message is due now, or None after the end."""
@@ -109,8 +110,8 @@ class StageMessage(Struct, frozen=True, kw_only=True, omit_defaults=True):
     It carries the state that it belongs to, so that its first delivery need not ask for it; a later one does.
     """
 
-    rollout: Rollout
-    stage: StageName
+    rollout: Annotated[Rollout, Meta(description="whose it is")]
+    stage: Annotated[StageName, Meta(description="who is to work on it")]
     step: Annotated[int, Meta(description="the step of the state that this message belongs to")]
     attempt: Annotated[int, Meta(description="the try it belongs to")]
     takeover: Annotated[
@@ -119,7 +120,7 @@ class StageMessage(Struct, frozen=True, kw_only=True, omit_defaults=True):
     ] = None
     state: Annotated[RolloutState | None, Meta(description="the state at that step; null in a takeover")] = None
     revision: Annotated[int, Meta(description="revision of that state in the `rollouts` bucket; 0: not known")] = 0
-    schema_version: int = SCHEMA_VERSION
+    schema_version: SchemaVersion = SCHEMA_VERSION
 
 
 class AgentResult(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -140,8 +141,8 @@ class RolloutEvent(Struct, frozen=True, kw_only=True, omit_defaults=True):
     kind: Annotated[
         Literal["initialized", "ran", "evaluated", "failed"], Meta(description="which stage ended, or that one failed")
     ]
-    rollout: Rollout
-    attempt: int
+    rollout: Annotated[Rollout, Meta(description="whose it is")]
+    attempt: Attempt
     at_ms: Annotated[int, Meta(description="when the stage ended, Unix ms")]
     started_ms: Annotated[int, Meta(description="when the stage started work, Unix ms")] = 0
     worker: Annotated[str, Meta(description="name of the worker")] = ""
@@ -151,4 +152,4 @@ class RolloutEvent(Struct, frozen=True, kw_only=True, omit_defaults=True):
     reward: Annotated[float | None, Meta(description="of kind `evaluated`; null: no reward, never 0 instead")] = None
     metrics: Annotated[dict[str, float], Meta(description="further numbers of the evaluation")] = {}
     failure: Annotated[Failure | None, Meta(description="of kind `failed` or a truncated `ran`")] = None
-    schema_version: int = SCHEMA_VERSION
+    schema_version: SchemaVersion = SCHEMA_VERSION

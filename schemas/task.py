@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct, json, structs
 
+from rollyard.schemas.names import SchemaVersion
 from rollyard.schemas.subjects import MAX_ID_CHARS, digest
 
 SCHEMA_VERSION = 1
@@ -62,9 +63,11 @@ class EvaluationSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class Timeouts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Wall-clock limits of one attempt, each for one stage, in seconds. Waiting for a stage does not count."""
 
-    init_s: Seconds = 300.0
-    run_s: Seconds = 900.0
-    eval_s: Seconds = 300.0
+    init_s: Annotated[Seconds, Meta(description="files, setup commands and the agent's own files")] = 300.0
+    run_s: Annotated[Seconds, Meta(description="the agent's work; it is killed then, and the rollout truncated")] = (
+        900.0
+    )
+    eval_s: Annotated[Seconds, Meta(description="the evaluation")] = 300.0
 
 
 class Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -103,4 +106,4 @@ class TaskProgress(Struct, frozen=True, kw_only=True, omit_defaults=True):
     progress: Annotated[str, Meta(description="admitting, fanned_out or closed")] = "admitting"
     task_id: Annotated[str, Meta(description="the user's id")] = ""
     run: Annotated[str, Meta(description="the run's name")] = ""
-    schema_version: int = SCHEMA_VERSION
+    schema_version: SchemaVersion = SCHEMA_VERSION

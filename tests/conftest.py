@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 from hypothesis import settings
 from msgspec import structs
 
@@ -42,6 +43,17 @@ from rollyard.stages.worker import run_worker
 # The machines of CI are shared: how long an example takes says nothing.
 settings.register_profile("rollyard", deadline=None)
 settings.load_profile("rollyard")
+
+
+@pytest.fixture(autouse=True)
+def logging_of_one_test(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A command that a test runs in this process sets up logging for itself, not for the tests after it."""
+    configure = structlog.configure
+    monkeypatch.setattr(
+        structlog, "configure", lambda **given: configure(**given | {"cache_logger_on_first_use": False})
+    )
+    yield
+    structlog.reset_defaults()
 
 
 @pytest.fixture

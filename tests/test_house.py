@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
@@ -14,6 +15,8 @@ import yaml
 from rollyard.cli import parser
 from rollyard.pipeline.config import load_config, reference
 from rollyard.pipeline.embedded import find_binary
+from rollyard.schemas import subjects
+from rollyard.schemas.failure import FailureClass
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("schemas", "pipeline", "gateway", "harnesses", "stages")
@@ -71,6 +74,31 @@ def test_links_of_documents_lead_somewhere() -> None:
         if not (path.parent / target).exists()
     ]
     assert dead == []
+
+
+def test_documents_name_commands_that_exist() -> None:
+    said = parser().format_help()
+    unknown = [
+        f"{path.relative_to(ROOT)}: rollyard {name}"
+        for path in DOCUMENTS
+        for name in re.findall(r"(?:`|^ *)rollyard ([a-z][a-z-]+)", path.read_text(), re.MULTILINE)
+        if not re.search(rf"^    {name}\b", said, re.MULTILINE)
+    ]
+    assert unknown == []
+
+
+def test_the_architecture_names_every_stream_and_bucket() -> None:
+    text = (ROOT / "docs/architecture.md").read_text()
+    streams = ("TASKS", "STAGES", "LOG", "SAMPLES", "DEAD")
+    assert [name for name in streams if f"\n| {name} | `" not in text] == []
+    assert set(re.findall(r"^\| `(\w+)` \| `<", text, re.MULTILINE)) == set(subjects.BUCKETS)
+
+
+def test_the_roles_have_a_section_each() -> None:
+    text = (ROOT / "docs/roles.md").read_text()
+    roles = re.findall(r"^## ([a-z]+)$", text, re.MULTILINE)
+    assert roles == ["admit", "init", "run", "eval", "aggregate", "sink", "gateway", "controller"]
+    assert [name for name in get_args(FailureClass) if f"\n| `{name}` |" not in text] == []
 
 
 def test_the_readme_is_short() -> None:

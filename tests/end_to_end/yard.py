@@ -24,6 +24,7 @@ from rollyard.pipeline.bus import Bus
 from rollyard.pipeline.client import Client
 from rollyard.pipeline.config import Config, GatewayConfig, NatsConfig, SinkConfig, StoreConfig, WorkerConfig, to_toml
 from rollyard.pipeline.crash import VARIABLE
+from rollyard.pipeline.dead import letters
 from rollyard.pipeline.embedded import find_binary, free_port, server_config
 from rollyard.pipeline.kv import Bucket
 from rollyard.pipeline.streams import ensure
@@ -193,9 +194,11 @@ class Yard:
         return sum((await self.bus.subjects(subjects.SAMPLES, f"sample.{subjects.token(run)}.*.*")).values())
 
     async def wait_delivered(self, run: str, count: int, patience_s: float = PATIENCE_S) -> None:
-        """Wait until a run has so many deliveries."""
+        """Wait until a run has so many deliveries. Fails at once when there is a dead letter."""
 
         async def enough() -> bool:
+            dead = [letter.reason async for _, letter in letters(self.bus, run)]
+            assert dead == []
             return await self.delivered(run) >= count
 
         await self.until(enough, f"{count} deliveries of {run}", patience_s)

@@ -147,5 +147,5 @@ async def test_a_broken_trajectory_of_a_finished_agent_is_an_error() -> None:
 
 def test_a_missing_mini_swe_agent_says_how_to_mend_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setenv("ROLLYARD_TOOLS", str(tmp_path))
-    with pytest.raises(HarnessError, match="python -m rollyard"):
+    with pytest.raises(HarnessError, match="rollyard agents install mini_swe_agent"):
         open_harness("mini_swe_agent").command(context("mini_swe_agent"))

@@ -210,8 +210,8 @@ async def _deliveries(bus: Bus, run: str) -> list[Delivery]:
     from rollyard.schemas import subjects
     from rollyard.schemas.sample import Delivery
 
-    subject = subjects.sample_subject(run, "x", "*").replace(".x.", ".*.")
-    return [decode(stored.data, Delivery) async for stored in bus.read(subjects.SAMPLES, subject)]
+    found = bus.read(subjects.SAMPLES, f"sample.{subjects.token(run)}.*.*")
+    return [decode(stored.data, Delivery) async for stored in found]
 
 
 def _show_groups(outcome: Outcome, tasks: list[Task]) -> None:
