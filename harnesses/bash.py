@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 from msgspec import Meta, Struct
 
-from rollyard.harnesses.harness import AgentContext, Command, ReadFile, convert_args, read_result
-from rollyard.harnesses.program import BUDGET_CODES, LLM_CODES, PATIENCE, PATIENCE_S, program_command, program_files
-from rollyard.schemas.rollout import AgentResult
+from rollyard.harnesses.program import PATIENCE, PATIENCE_S, ProgramHarness
 
-PROGRAM = "bash_agent.py"
 SYSTEM: Final = "Answer with one shell command, nothing else. You see its output. When the task is done, say done."
 EXAMPLES: Final = (
     ("Make an empty file called b.txt", "touch b.txt", "(exit status 0)", "done"),
@@ -39,41 +35,13 @@ class BashArgs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ValueError("each of `examples` must end with a reply of the assistant")
 
 
-class Bash:
-    """Runs programs/bash_agent.py."""
+class Bash(ProgramHarness):
+    """Runs programs/bash_agent.py; the answer is the output of the last command."""
 
     name = "bash"
-    in_process = False
+    program = "bash_agent.py"
+    args_kind = BashArgs
 
-    def validate_args(self, args: Mapping[str, Any]) -> None:
-        """Arguments are those of `BashArgs`. Raises TaskError."""
-        self._args(args)
-
-    def files(self, context: AgentContext) -> Mapping[str, str | bytes]:
-        """The program and its task."""
-        args = self._args(context.task.agent.args)
-        config = {
-            "prompt": context.task.prompt,
-            "system": args.system,
-            "examples": args.examples,
-            "stream": args.stream,
-            "patience_s": args.patience_s,
-            "max_turns": args.max_turns,
-            "command_timeout_s": args.command_timeout_s,
-            "programs": args.programs,
-        }
-        return program_files(PROGRAM, config)
-
-    def command(self, context: AgentContext) -> Command:
-        """One argument: the configuration."""
-        return program_command(context, PROGRAM)
-
-    async def result(
-        self, context: AgentContext, exit_code: int | None, stdout: bytes, stderr: bytes, read: ReadFile
-    ) -> AgentResult:
-        """The answer is the output of the last command."""
-        metrics = {"turns": float(stderr.count(b"turn ") if stderr.startswith(b"turn ") else 0)}
-        return read_result(exit_code, stdout, stderr, metrics=metrics, budget_codes=BUDGET_CODES, llm_codes=LLM_CODES)
-
-    def _args(self, args: Mapping[str, Any]) -> BashArgs:
-        return convert_args(args, BashArgs, self.name)
+    def metrics(self, stderr: bytes) -> dict[str, float]:
+        """How many replies the agent took: it writes a line for each."""
+        return {"turns": float(stderr.count(b"turn ") if stderr.startswith(b"turn ") else 0)}
