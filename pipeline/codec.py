@@ -85,6 +85,9 @@ def _plain(data: bytes) -> bytes:
         return data
     if not hasattr(_local, "decompressor"):
         _local.decompressor = zstandard.ZstdDecompressor()
+    # A frame that tells its size is unpacked to that size, whatever the limit.
+    if zstandard.frame_content_size(data) > MAX_DECODED_BYTES:
+        raise ValueError(f"it unpacks to more than {MAX_DECODED_BYTES:,} bytes")
     plain: bytes = _local.decompressor.decompress(data, max_output_size=MAX_DECODED_BYTES)
     return plain
 

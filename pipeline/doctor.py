@@ -101,15 +101,17 @@ async def model_servers(config: Config) -> Finding:
 
 async def _no_connection(url: str) -> str:
     """Why no connection can be made to a URL; nothing when it can."""
-    parts = urlsplit(url)
     try:
+        parts = urlsplit(url)
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             port = parts.port or (443 if parts.scheme == "https" else 80)
             _, writer = await asyncio.open_connection(parts.hostname, port)
             writer.close()
     except TimeoutError:
         return f"does not answer within {CONNECT_TIMEOUT_S:g} s"
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        return f"cannot be reached: {os.strerror(error.errno) if error.errno else error}"
+    except ValueError as error:
         return f"cannot be reached: {error}"
     return ""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import re
@@ -12,8 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
+import zstandard
 
 import rollyard
 from rollyard.pipeline import codec
@@ -21,7 +22,7 @@ from rollyard.pipeline.bus import Bus
 from rollyard.pipeline.embedded import EmbeddedNats, free_port, nats_server
 from rollyard.schemas import subjects
 from rollyard.schemas.errors import SetupError, TaskError
-from rollyard.schemas.task import MAX_PROMPT_BYTES, Task
+from rollyard.schemas.task import MAX_PROMPT_BYTES
 from rollyard.stages.plugin_check import check_task
 
 GOOD = {"prompt": "p", "id": "good", "agent": {"harness": "noop"}, "sandbox": {"backend": "none"}}
@@ -32,22 +33,58 @@ def but(**changes: Any) -> dict[str, Any]:
 
 
 BAD: dict[str, tuple[Any, str, str]] = {
-    "malformed": ('{"prompt": "a"', "malformed JSON: Expecting ',' delimiter at column 15", "one whole JSON object on one line"),
+    "malformed": (
+        '{"prompt": "a"',
+        "malformed JSON: Expecting ',' delimiter at column 15",
+        "one whole JSON object on one line",
+    ),
     "no prompt": (but(prompt=None), "prompt: is missing", "it is required"),
     "unknown field": (but(colour=1), "colour: unknown field", "known here are prompt, id, agent,"),
     "misspelt field": (but(group_sise=2), "group_sise: unknown field", "did you mean `group_size`?"),
-    "unknown harness": (but(agent={"harness": "aks"}), "agent.harness: no harness is called 'aks'", "did you mean 'ask'?"),
-    "unknown rule": (but(evaluation={"rule": "exakt"}), "evaluation.rule: no evaluation rule is called 'exakt'", "did you mean 'exact'?"),
-    "unknown backend": (but(sandbox={"backend": "locl"}), "sandbox.backend: no sandbox backend is called 'locl'", "did you mean 'local'?"),
-    "wrong argument": (but(agent={"harness": "noop", "args": {"sleep": 1}}), "agent.args", "arguments of the harness noop are: sleep_s, answer"),
+    "unknown harness": (
+        but(agent={"harness": "aks"}),
+        "agent.harness: no harness is called 'aks'",
+        "did you mean 'ask'?",
+    ),
+    "unknown rule": (
+        but(evaluation={"rule": "exakt"}),
+        "evaluation.rule: no evaluation rule is called 'exakt'",
+        "did you mean 'exact'?",
+    ),
+    "unknown backend": (
+        but(sandbox={"backend": "locl"}),
+        "sandbox.backend: no sandbox backend is called 'locl'",
+        "did you mean 'local'?",
+    ),
+    "wrong argument": (
+        but(agent={"harness": "noop", "args": {"sleep": 1}}),
+        "agent.args",
+        "arguments of the harness noop are: sleep_s, answer",
+    ),
     "negative timeout": (but(timeouts={"run_s": -1}), "timeouts.run_s: must be a number > 0, is -1", "> 0"),
-    "path above": (but(sandbox={"files": {"../x": ""}}), "sandbox.files: '../x' leaves the sandbox", "use a path inside the working directory"),
-    "absolute path": (but(sandbox={"files": {"/etc/x": ""}}), "sandbox.files: '/etc/x' leaves the sandbox", "use a path inside the working directory"),
-    "long prompt": (but(prompt="x" * (MAX_PROMPT_BYTES + 1)), "prompt: has 10,000,001 bytes, the limit is 10,000,000 bytes (10 MB)", "put large inputs into sandbox.files"),
+    "path above": (
+        but(sandbox={"files": {"../x": ""}}),
+        "sandbox.files: '../x' leaves the sandbox",
+        "use a path inside the working directory",
+    ),
+    "absolute path": (
+        but(sandbox={"files": {"/etc/x": ""}}),
+        "sandbox.files: '/etc/x' leaves the sandbox",
+        "use a path inside the working directory",
+    ),
+    "long prompt": (
+        but(prompt="x" * (MAX_PROMPT_BYTES + 1)),
+        "prompt: has 10,000,001 bytes, the limit is 10,000,000 bytes (10 MB)",
+        "put large inputs into sandbox.files",
+    ),
     "group of none": (but(group_size=0), "group_size: must be an integer >= 1, is 0", ">= 1"),
     "newer": (but(schema_version=9), "schema_version: 9 is newer than 1", "upgrade Rollyard"),
-    "repository": (but(sandbox={"repository": "https://x/y.git"}), "sandbox.repository: not yet supported", "clone it with a command in sandbox.setup"),
-}  # fmt: skip
+    "repository": (
+        but(sandbox={"repository": "https://x/y.git"}),
+        "sandbox.repository: not yet supported",
+        "clone it with a command in sandbox.setup",
+    ),
+}
 
 
 def as_line(value: Any) -> str:
@@ -142,10 +179,22 @@ async def test_what_comes_by_plain_nats_is_put_aside_with_the_same_words(crew: A
         assert mend in reasons[body[:2000]], name
 
 
+async def test_a_small_message_that_unpacks_to_gigabytes_is_put_aside(crew: Any) -> None:
+    with zstandard.ZstdCompressor().stream_writer(packed := io.BytesIO(), size=2 << 30, closefd=False) as frame:
+        for _ in range(2048):
+            frame.write(bytes(1 << 20))
+    await crew.bus.publish("task.r", packed.getvalue())
+    async with crew.at_work("admit"):
+        (letter,) = await crew.until(crew.letters)
+    assert "it unpacks to more than 1,073,741,824 bytes" in letter.reason
+
+
 async def test_dead_letters_are_shown_to_the_user(crew: Any, nats: EmbeddedNats, tmp_path: Path) -> None:
-    await crew.bus.publish("task.r", b'{"prompt": "p", "group_size": 0}')
+    for body in (b'{"prompt": "p", "group_size": 0}', json.dumps(GOOD).encode()):
+        await crew.bus.publish("task.r", body)
     async with crew.at_work("admit"):
         await crew.until(crew.letters)
+        await crew.until(crew.due)
     shown = await rollyard_command("dead", "ls", "--run", "r", url=nats.url, folder=tmp_path)
     assert "group_size: must be an integer >= 1, is 0" in shown.stdout
     status = await rollyard_command("status", "--run", "r", url=nats.url, folder=tmp_path)
@@ -171,7 +220,7 @@ async def test_an_id_twice_in_a_file(bus: Bus, nats: EmbeddedNats, tmp_path: Pat
     assert "tasks.jsonl:2: id: 'good' is used by line 1 with other content; give one of them another id" in said
     assert await waiting(bus) == 0
     done = await submit(GOOD, GOOD)
-    assert (done.returncode, done.stdout) == (0, "1 tasks published to run r, 1 were there already.\n")
+    assert (done.returncode, done.stdout.startswith("1 task published to run r")) == (0, True), done
     assert await waiting(bus) == 1
 
 
@@ -210,8 +259,9 @@ async def test_a_busy_port(nats: EmbeddedNats, bus: Bus, tmp_path: Path) -> None
     with pytest.raises(SetupError, match=rf"port {taken} for nats-server is taken: Address already in use .stop what"):
         async with nats_server(tmp_path / "second", nats.port):
             pass
-    said = refused(await rollyard_command("up", "--nats-port", taken, "--scripted", "script.json", folder=tmp_path), 3)
-    assert re.search(rf"port {taken}.*(taken|in use)", said)
+    done = await rollyard_command("up", "--nats-port", taken, "--scripted", "script.json", folder=tmp_path)
+    assert done.returncode == 3
+    assert re.search(rf"port {taken} .*Address already in use \(stop .*choose another", done.stderr)
 
 
 @pytest.mark.parametrize(
@@ -231,10 +281,3 @@ def test_no_bus(tmp_path: Path) -> None:
     said = refused(command("submit", "tasks.jsonl", "--run", "r", url=url, folder=tmp_path), 4)
     assert f"cannot reach NATS at {url}" in said
     assert "(start one with `rollyard up`, or set [nats] url)" in said
-
-
-def test_the_table_is_not_checked_against_itself() -> None:
-    """Every row is refused for its own reason: mended, it is a task."""
-    for value, _, _ in BAD.values():
-        assert isinstance(value, str) or set(value) <= {*GOOD, *Task.__struct_fields__, "colour", "group_sise"}
-    assert msgspec.convert(GOOD, Task).id == "good"

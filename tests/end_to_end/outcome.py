@@ -36,14 +36,12 @@ class Outcome:
         return [sample for delivery in self.deliveries for sample in delivery.samples]
 
 
-async def check(
-    yard: Yard, run: str, tasks: Sequence[Task], *, attempt: int = 1, sandboxes: Path | None = None
-) -> Outcome:
+async def check(yard: Yard, run: str, tasks: Sequence[Task], *, attempt: int = 1, swept: bool = True) -> Outcome:
     """Wait for the end of a run whose rollouts all complete in `attempt`, and check everything about it.
 
-    `sandboxes`: the folder in which none may be left, if not that of the yard.
+    `swept`: also that no sandbox is left.
     """
-    outcome = await check_ended(yard, run, tasks, sandboxes)
+    outcome = await check_ended(yard, run, tasks, swept=swept)
     by_id = {task.id: task for task in tasks}
     ends = {each.rollout_id: (each.status, each.failure, each.attempt) for each in outcome.deliveries}
     assert {rollout: end for rollout, end in ends.items() if end != ("completed", None, attempt)} == {}
@@ -56,11 +54,12 @@ async def check(
     return outcome
 
 
-async def check_ended(yard: Yard, run: str, tasks: Sequence[Task], sandboxes: Path | None = None) -> Outcome:
+async def check_ended(yard: Yard, run: str, tasks: Sequence[Task], *, swept: bool = True) -> Outcome:
     """Wait for the end of a run, and check what must be true of any, whatever became of its rollouts."""
     await yard.wait_delivered(run, world.rollouts_of(tasks))
     await check_at_rest(yard, run, tasks)
-    await check_no_sandbox_is_left(yard, sandboxes)
+    if swept:
+        await check_no_sandbox_is_left(yard.config.sandboxes_dir(), yard)
     outcome = await read(yard, run)
     check_delivered_once(outcome, run, tasks)
     check_groups_announced_once(outcome, tasks)
@@ -92,11 +91,11 @@ async def check_at_rest(yard: Yard, run: str, tasks: Sequence[Task]) -> None:
     assert dead == {}
 
 
-async def check_no_sandbox_is_left(yard: Yard, folder: Path | None = None) -> None:
+async def check_no_sandbox_is_left(folder: Path, yard: Yard) -> None:
     """Wait until every sandbox is removed, those by the sweeper that an INIT worker made and died."""
 
     async def gone() -> bool:
-        return {path.name for path in (folder or yard.config.sandboxes_dir()).iterdir()} <= {"lease"}
+        return {path.name for path in folder.iterdir()} <= {"lease"}
 
     await yard.until(gone, "the removal of every sandbox")
 

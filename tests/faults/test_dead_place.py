@@ -45,7 +45,8 @@ async def test_rollouts_of_a_dead_place_move_to_another(tmp_path: Path) -> None:
         await running.until(at_work, "agents at work")
         there = start_node(running, "y")
         await running.kill("node-x")
-        await outcome.check(running, "moved", tasks, attempt=2, sandboxes=there)
+        await outcome.check(running, "moved", tasks, attempt=2, swept=False)
+        await outcome.check_no_sandbox_is_left(there, running)
 
         async def forgotten() -> bool:
             leases = Bucket[Lease](running.bus, subjects.NODES, Lease)
