@@ -59,7 +59,7 @@ class AgentContext:
     attempt: int
     task: Task
     base_url: str  # of the gateway, with /v1
-    api_key: str  # signed session key
+    api_key: str  # signed session key; empty for a harness that starts no process
     home: str
     workdir: str
     python: str = sys.executable  # interpreter inside the sandbox, 3.11 or newer

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from rollyard.gateway.keys import SessionGrant, sign
-from rollyard.harnesses.harness import AgentContext
+from rollyard.harnesses.harness import AgentContext, Harness
 from rollyard.schemas.rollout import RolloutState
 from rollyard.schemas.task import Task
 from rollyard.stages.sandbox import Sandbox
 from rollyard.stages.stage import StageContext
 
 
-def agent_context(context: StageContext, state: RolloutState, task: Task, sandbox: Sandbox) -> AgentContext:
-    """The attempt's facts, its session key among them."""
+def agent_context(
+    context: StageContext, state: RolloutState, task: Task, sandbox: Sandbox, harness: Harness
+) -> AgentContext:
+    """The attempt's facts, its session key among them; a harness that starts no process gets no key."""
     agent = task.agent
     grant = SessionGrant(
         run=state.rollout.run,
@@ -28,7 +30,7 @@ def agent_context(context: StageContext, state: RolloutState, task: Task, sandbo
         attempt=state.attempt,
         task=task,
         base_url=context.config.gateway.address() + "/v1",
-        api_key=sign(grant, context.secret),
+        api_key="" if harness.in_process else sign(grant, context.secret),
         home=sandbox.home,
         workdir=sandbox.workdir,
     )

@@ -80,7 +80,7 @@ class Init:
     async def _prepare(self, sandbox: Sandbox, state: RolloutState, task: Task) -> None:
         await sandbox.put_files(task.sandbox.files)
         harness = open_harness(task.agent.harness)
-        await sandbox.put_files(harness.files(agent_context(self._context, state, task, sandbox)), base="home")
+        await sandbox.put_files(harness.files(agent_context(self._context, state, task, sandbox, harness)), base="home")
         for number, script in enumerate(task.sandbox.setup, 1):
             ended = await sandbox.exec(script, env=task.sandbox.env, timeout_s=task.timeouts.init_s)
             if ended.timed_out or ended.exit_code != 0:

@@ -41,7 +41,7 @@ class Run:
         task = await self._context.tasks.get(state.rollout.run, state.rollout.task_id)
         sandbox = await self._context.backend(state.sandbox.backend).open(state.sandbox)
         harness = open_harness(task.agent.harness)
-        context = agent_context(self._context, state, task, sandbox)
+        context = agent_context(self._context, state, task, sandbox, harness)
         if harness.in_process and isinstance(harness, InProcessHarness):
             result, failure = await self._work_here(harness, context, task)
         else:
@@ -64,7 +64,7 @@ class Run:
                 failure=failure,
             )
         )
-        # An agent that never got a key has no session to close.
+        # A harness that got no key has no session to close.
         effects = () if harness.in_process else (CloseSession(attempt=state.attempt),)
         return advance(state, position="eval", effects=effects, closed_seq=closed_seq, status=status, failure=failure)
 

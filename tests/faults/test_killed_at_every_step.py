@@ -29,7 +29,7 @@ STEPS = {
     role: [f"{role}.{step}" for step in (*(HAND_OVER if role in STAGES else ()), *own)]
     for role, own in OF_ITS_OWN.items()
 }
-ROLLOUTS = 20
+GROUP_SIZE = 4
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -55,10 +55,11 @@ def test_every_step_in_the_code_is_here() -> None:
 @pytest.mark.parametrize("role", STEPS)
 async def test_killed_at_every_step(running: Yard, role: str) -> None:
     words = ("", world.STREAMING) if role == "gateway" else ("",)
-    tasks = world.make_tasks(ROLLOUTS, ledger=running.ledger, words=words)
+    rollouts = GROUP_SIZE * len(STEPS[role])
+    tasks = world.make_tasks(rollouts, ledger=running.ledger, group_size=GROUP_SIZE, words=words)
     await running.kill(role)
-    await running.submit(role, tasks)
-    for step in STEPS[role]:
+    for step, task in zip(STEPS[role], tasks, strict=True):
+        await running.submit(role, [task])
         running.again_until(role, step)
         assert await running.ended(role) == -signal.SIGKILL, step
     running.again(role)
