@@ -78,6 +78,8 @@ _ROLLOUT_COLUMNS: Final[list[tuple[str, pa.DataType, str]]] = [
     ("schema_version", pa.int32(), "version of the Delivery record"),
     ("stream_seq", pa.int64(), "SAMPLES sequence of the delivery"),
     ("delivered_ms", pa.int64(), "when the delivery was stored, Unix ms"),
+    ("excluded", pa.map_(pa.string(), pa.int32()), "calls left out of the samples, by reason"),
+    ("drift", pa.map_(pa.string(), pa.int32()), "calls that did not continue sampled ids, by reason"),
 ]
 
 

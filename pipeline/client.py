@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from msgspec import structs
+
 from rollyard.pipeline import results
 from rollyard.pipeline.blobs import BlobStore
 from rollyard.pipeline.bus import Bus
@@ -32,7 +34,7 @@ from rollyard.pipeline.single_error import single_error
 from rollyard.pipeline.taskfile import Check, TaskFile, check_tasks, decode_task, read_task_file
 from rollyard.schemas import subjects
 from rollyard.schemas.errors import BlobError, BusError, ConfigError, Conflict, TaskError, WaitTimeout
-from rollyard.schemas.fleet import Cancel, DeadLetter, PolicyVersion, Run
+from rollyard.schemas.fleet import Cancel, DeadLetter, LlmServer, PolicyVersion, Run
 from rollyard.schemas.sample import Delivery, Sample
 from rollyard.schemas.task import Task, TaskProgress
 
@@ -225,13 +227,26 @@ class Client:
 
     # --- the run ---
 
+    async def set_server_version(self, server_id: str, version: int) -> None:
+        """Say which weights a model server of the pool serves from now on: tokens bear this version.
+
+        Raises ConfigError for a server that is not in the pool.
+        """
+        pool = Bucket[LlmServer](self.bus, subjects.LLM_SERVERS, LlmServer)
+        while True:
+            standing = await pool.get(subjects.token(server_id))
+            if standing is None:
+                raise ConfigError(f"no server {server_id!r} is in the pool", hint="`rollyard llm ls` lists them")
+            entry = structs.replace(standing[0], policy_version=_version(version))
+            with suppress(Conflict):
+                await pool.update(subjects.token(server_id), entry, standing[1])
+                return
+
     async def publish_policy_version(self, version: int, *, force: bool = False) -> None:
         """Announce the trainer's newest weights. Raises Conflict for one below the announced one, unless `force`."""
-        if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < 2**31:
-            raise ConfigError(f"a policy version is an integer from 0 to 2^31-1, not {version!r}", hint="count updates")
         bucket = Bucket[PolicyVersion](self.bus, subjects.POLICY, PolicyVersion)
         key = subjects.token(self.run)
-        announced = PolicyVersion(run=self.run, version=version, at_ms=_now_ms())
+        announced = PolicyVersion(run=self.run, version=_version(version), at_ms=_now_ms())
         while True:
             standing = await bucket.get(key)
             if standing is not None and version < standing[0].version and not force:
@@ -327,6 +342,12 @@ def _check_name(run: str) -> None:
         subjects.token(run)
     except ValueError as error:
         raise ConfigError(f"run: {error}", hint="name the run with run='...'") from None
+
+
+def _version(version: int) -> int:
+    if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < 2**31:
+        raise ConfigError(f"a policy version is an integer from 0 to 2^31-1, not {version!r}", hint="count updates")
+    return version
 
 
 def _now_ms() -> int:

@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 import zstandard
 
-from rollyard.schemas.errors import DecodeError
+from rollyard.schemas.errors import DecodeError, TooNew
 from rollyard.schemas.packed import from_wire, to_json, to_wire
 from rollyard.schemas.task import SCHEMA_VERSION
 
@@ -92,8 +92,8 @@ def _plain(data: bytes) -> bytes:
     return plain
 
 
-def _too_new(version: int) -> DecodeError:
-    return DecodeError(
+def _too_new(version: int) -> TooNew:
+    return TooNew(
         f"a record of schema version {version} cannot be read by this release, which knows {SCHEMA_VERSION}",
         hint="upgrade Rollyard on this machine",
     )

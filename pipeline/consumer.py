@@ -146,7 +146,7 @@ class ConsumerLoop:
             # This process stood still for longer than ack_wait. The work goes on; an older reply subject is as good.
             return
         if self._stopping or len(self._held) >= self._slots:
-            task = asyncio.create_task(message.nak())
+            task = asyncio.create_task(message.release())
         else:
             self._held[message.seq] = message
             task = asyncio.create_task(self._work(message))
@@ -164,7 +164,7 @@ class ConsumerLoop:
                 case Dead(reason):
                     await bury(self._bus, self._spec.name, message, reason)
         except asyncio.CancelledError:
-            await message.nak()
+            await message.release()
             raise
         except RollyardError as error:
             log.warning("outcome_failed", subject=message.subject, error=error.message)

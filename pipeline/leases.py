@@ -76,8 +76,9 @@ class LeaseView:
     itself stood still.
     """
 
-    def __init__(self, bus: Bus) -> None:
+    def __init__(self, bus: Bus, bucket: str) -> None:
         self._bus = bus
+        self._leases: Bucket[Lease] = Bucket(bus, bucket, Lease)
         self._seen: dict[str, _Seen] = {}
         self._beat_s = time.monotonic()
 
@@ -85,10 +86,10 @@ class LeaseView:
     @asynccontextmanager
     async def following(cls, bus: Bus, bucket: str) -> AsyncIterator[LeaseView]:
         """A view that holds every lease that was held before this call."""
-        view = cls(bus)
+        view = cls(bus, bucket)
 
         async def watch(ready: asyncio.Event) -> None:
-            async for key, lease, _ in Bucket[Lease](bus, bucket, Lease).watch():
+            async for key, lease, _ in view._leases.watch():
                 if not key:
                     ready.set()
                 elif lease is None:
@@ -125,6 +126,13 @@ class LeaseView:
         if seen is None:
             return False
         return self._is_deaf() or time.monotonic() - seen.at_s <= seen.lease.lease_s
+
+    async def is_dead(self, owner: str) -> bool:
+        """Whether nothing of the owner may be expected any more. Asks the bucket about a lease not seen yet."""
+        if self.alive(owner):
+            return False
+        key = subjects.token(owner) if owner else ""
+        return not key or key in self._seen or await self._leases.get(key) is None
 
     def owners(self) -> list[str]:
         """Everybody who has a key, dead ones included."""

@@ -67,6 +67,16 @@ class Delivered:
             body += b" " + msgspec.json.encode({"delay": int(delay_s * _SECOND_NS)})
         await self._tell(body)
 
+    async def release(self) -> None:
+        """Give the message back unworked: as a new one, so that a polite restart does not count as a failed try."""
+        try:
+            await self.bus.publish(self.subject, self.raw.data)
+        except BusError as error:
+            log.debug("not_released", subject=self.subject, error=error.message)
+            await self.nak()
+        else:
+            await self.ack()
+
     async def progress(self) -> None:
         """Say that the work goes on; resets the server's ack_wait."""
         await self._tell(b"+WPI")

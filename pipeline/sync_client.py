@@ -148,6 +148,10 @@ class SyncClient:
         """Complete groups, without end."""
         return SyncReader(self, self._client.groups(durable=durable, ack=ack))
 
+    def set_server_version(self, server_id: str, version: int) -> None:
+        """Say which weights a model server of the pool serves from now on."""
+        self.call(self._client.set_server_version(server_id, version))
+
     def publish_policy_version(self, version: int, *, force: bool = False) -> None:
         """Announce the trainer's newest weights."""
         self.call(self._client.publish_policy_version(version, force=force))

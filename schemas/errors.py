@@ -71,6 +71,10 @@ class DecodeError(RollyardError, ValueError):
     """A stored record cannot be read: broken, or written by a newer version."""
 
 
+class TooNew(DecodeError):
+    """A stored record was written by a newer release."""
+
+
 class BlobError(RollyardError, OSError):
     """A blob is missing, damaged or cannot be written."""
 

@@ -102,6 +102,8 @@ class Delivery(Struct, frozen=True, kw_only=True, omit_defaults=True):
     metrics: Annotated[dict[str, float], Meta(description="further numbers of the evaluation")] = {}
     answer: Annotated[str, Meta(description="the agent's final answer")] = ""
     calls: Annotated[int, Meta(description="model calls of the attempt that counts")] = 0
+    excluded: Annotated[dict[str, int], Meta(description="calls left out of the samples, counted by reason")] = {}
+    drift: Annotated[dict[str, int], Meta(description="calls that did not continue sampled ids, by reason")] = {}
     samples: Annotated[tuple[Sample, ...], Meta(description="none, one or several")] = ()
     metadata: Annotated[dict[str, Any], Meta(description="the task's")] = {}
     schema_version: SchemaVersion = SCHEMA_VERSION

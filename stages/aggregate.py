@@ -26,9 +26,9 @@ from rollyard.schemas.errors import BlobError, DecodeError, ReplayError, Rollyar
 from rollyard.schemas.failure import Failure
 from rollyard.schemas.fleet import DeadLetter
 from rollyard.schemas.rollout import RolloutEvent, RolloutState, StageName
-from rollyard.schemas.sample import Commit, Delivery, Sample, SampleDigest
+from rollyard.schemas.sample import Commit, Delivery, SampleDigest
 from rollyard.stages.stage import StageContext, now_ms
-from rollyard.stages.stitching import STITCHER_VERSION, open_calls, sample_digest, samples_of
+from rollyard.stages.stitching import STITCHER_VERSION, Outcome, open_calls, outcome_of, sample_digest
 
 log = structlog.get_logger(__name__)
 
@@ -61,9 +61,9 @@ class Aggregate:
         if held.state.position != "committing":
             await self._commit_to(held)
         checkpoint("aggregate.committing")
-        commit, samples, events = await self._commit(held.state, events)
+        commit, outcome, events = await self._commit(held.state, events)
         checkpoint("aggregate.committed")
-        await self._deliver(commit, samples, events)
+        await self._deliver(commit, outcome, events)
         checkpoint("aggregate.delivered")
         await self._groups.close_if_complete(commit.run, commit.task_id, commit.group_size)
         checkpoint("aggregate.group_checked")
@@ -96,7 +96,7 @@ class Aggregate:
             if state.status in FAILED:
                 return events
             open_now = open_calls(events, state.attempt, state.closed_seq)
-            if not any(self._may_still_end(intent) for intent in open_now):
+            if not [intent for intent in open_now if await self._may_still_end(intent)]:
                 return events
             await asyncio.sleep(wait_s)
             wait_s = min(MOST_WAIT_S, wait_s * 2)
@@ -124,8 +124,8 @@ class Aggregate:
         )
         return structs.replace(held.state, status="failed", failure=failure)
 
-    def _may_still_end(self, intent: CallIntent) -> bool:
-        return now_ms() < intent.latest_end_ms and self._gateways.alive(intent.gateway)
+    async def _may_still_end(self, intent: CallIntent) -> bool:
+        return now_ms() < intent.latest_end_ms and not await self._gateways.is_dead(intent.gateway)
 
     async def _commit_to(self, held: Held) -> None:
         """From here on no takeover, cancel or retry leads out. Raises Conflict when one came first."""
@@ -134,16 +134,16 @@ class Aggregate:
         held.revision = await self._states.update(key, state, held.revision)
         held.state = state
 
-    async def _commit(self, state: RolloutState, events: Events) -> tuple[Commit, tuple[Sample, ...], Events]:
-        """Create the commit, or obey the one that stands there. Returns it, its samples and the events behind them."""
+    async def _commit(self, state: RolloutState, events: Events) -> tuple[Commit, Outcome, Events]:
+        """Create the commit, or obey the one that stands there. Returns it, its outcome and the events behind that."""
         rollout, subject = state.rollout, _commit_subject(state)
         commit = await self._draft(state, events)
-        samples = samples_of(events, commit)
-        digests = tuple(SampleDigest(sample_id=s.sample_id, digest=sample_digest(s)) for s in samples)
+        outcome = outcome_of(events, commit)
+        digests = tuple(SampleDigest(sample_id=s.sample_id, digest=sample_digest(s)) for s in outcome.samples)
         commit = structs.replace(commit, samples=digests)
         _, created = await self._bus.create(subject, encode(commit))
         if created:
-            return commit, samples, events
+            return commit, outcome, events
         stored = await self._bus.last(subject)
         assert stored is not None
         standing: Commit = decode(stored.data, Commit)
@@ -154,9 +154,9 @@ class Aggregate:
                 hint="run an aggregator of the release that has it",
             )
         if standing.status in FAILED:
-            return standing, (), events
+            return standing, Outcome(), events
         events = await read_rollout(self._bus, rollout.run, rollout.rollout_id, at_least=standing.cut_seq)
-        return standing, samples_of(events, standing), events
+        return standing, outcome_of(events, standing), events
 
     async def _draft(self, state: RolloutState, events: Events) -> Commit:
         """The commit without its digests."""
@@ -191,7 +191,7 @@ class Aggregate:
             log.error("delivered_without_metadata", rollout=state.rollout.rollout_id, error=str(error))
             return {}
 
-    async def _deliver(self, commit: Commit, samples: tuple[Sample, ...], events: Events) -> None:
+    async def _deliver(self, commit: Commit, outcome: Outcome, events: Events) -> None:
         by_seq = dict(events)
         evaluated, ran = (_life(by_seq.get(seq)) for seq in (commit.evaluated_seq, commit.closed_seq))
         calls = {
@@ -213,7 +213,9 @@ class Aggregate:
             metrics=evaluated.metrics if evaluated else {},
             answer=ran.result.answer if ran and ran.result else "",
             calls=len(calls),
-            samples=samples,
+            excluded=dict(outcome.excluded),
+            drift=dict(outcome.drift),
+            samples=outcome.samples,
             metadata=commit.metadata,
         )
         subject = subjects.sample_subject(commit.run, commit.group_id, commit.index)

@@ -96,6 +96,8 @@ def _rollout_row(each: Received) -> dict[str, Any]:
         "metrics": sorted(delivery.metrics.items()),
         "answer": delivery.answer,
         "calls": delivery.calls,
+        "excluded": sorted(delivery.excluded.items()),
+        "drift": sorted(delivery.drift.items()),
         "sample_ids": [sample.sample_id for sample in delivery.samples],
         "trained_tokens": sum(sample.loss_mask.data.count(1) for sample in delivery.samples),
         "metadata": _json(delivery.metadata),

@@ -8,6 +8,8 @@ import structlog
 
 from rollyard.harnesses.harness import open_harness
 from rollyard.pipeline.handover import Held, advance
+from rollyard.pipeline.kv import Bucket
+from rollyard.schemas import subjects
 from rollyard.schemas.errors import HarnessError, RollyardError, SandboxError, TaskError
 from rollyard.schemas.failure import Failure
 from rollyard.schemas.rollout import RolloutEvent, RolloutState, StageName
@@ -26,6 +28,7 @@ class Init:
 
     def __init__(self, context: StageContext) -> None:
         self._context = context
+        self._states: Bucket[RolloutState] = Bucket(context.bus, subjects.ROLLOUTS, RolloutState)
 
     async def work(self, held: Held) -> RolloutState:
         """Make a sandbox and prepare it; the next state is RUN, at the sandbox's place."""
@@ -73,8 +76,12 @@ class Init:
         return None
 
     async def abandon(self, state: RolloutState) -> None:
-        """Remove the sandbox that nobody will use."""
-        if state.position == "run" and state.sandbox is not None:
+        """Remove the sandbox that nobody will use: not the one that the rollout's state names after all."""
+        if state.position != "run" or state.sandbox is None:
+            return
+        key = subjects.rollout_key(state.rollout.run, state.rollout.rollout_id)
+        standing = await self._states.get(key)
+        if standing is None or standing[0].sandbox != state.sandbox:
             await (await self._context.backend(state.sandbox.backend).open(state.sandbox)).destroy()
 
     async def _prepare(self, sandbox: Sandbox, state: RolloutState, task: Task) -> None:

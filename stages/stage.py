@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 import structlog
 
@@ -20,7 +20,7 @@ from rollyard.pipeline.kv import Bucket
 from rollyard.pipeline.pull import Delivered, backoff_s
 from rollyard.pipeline.taskstore import TaskStore
 from rollyard.schemas import subjects
-from rollyard.schemas.errors import Conflict, DecodeError, RollyardError, SandboxError
+from rollyard.schemas.errors import Conflict, DecodeError, RollyardError, SandboxError, TooNew
 from rollyard.schemas.failure import Failure
 from rollyard.schemas.fleet import ClosedSession
 from rollyard.schemas.rollout import (
@@ -35,6 +35,9 @@ from rollyard.schemas.rollout import (
 from rollyard.stages.sandbox import SandboxBackend
 
 log = structlog.get_logger(__name__)
+
+
+TOO_NEW_PATIENCE: Final = 4
 
 
 class StageFailed(Exception):
@@ -122,6 +125,10 @@ class StageHandler:
         """Work on one message. Raises RollyardError when it is to come again."""
         try:
             message: StageMessage = decode(await delivered.body(), StageMessage)
+        except TooNew as error:
+            # While releases are mixed, a newer worker will take it.
+            log.error("message_of_a_newer_release", subject=delivered.subject, error=str(error))
+            return Nak(backoff_s(max(delivered.deliveries, TOO_NEW_PATIENCE)))
         except DecodeError as error:
             return Dead(str(error))
         checkpoint(f"{self._stage.name}.received")

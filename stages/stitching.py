@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -70,6 +70,10 @@ class Stitched:
     def excluded_counts(self) -> dict[str, int]:
         """How many calls were left out for each reason."""
         return dict(Counter(each.reason for each in self.excluded))
+
+    def drift_counts(self) -> dict[str, int]:
+        """How many calls did not continue their parent's ids, for each reason."""
+        return dict(Counter(each.reason for each in self.drift))
 
 
 # --- records to trajectories ---
@@ -212,8 +216,22 @@ def _common_items(left: bytes, right: bytes) -> int:
 # --- trajectories to samples ---
 
 
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The samples of a rollout, and what was left out of them or broke a chain, counted by reason."""
+
+    samples: tuple[Sample, ...] = ()
+    excluded: Mapping[str, int] = field(default_factory=dict)
+    drift: Mapping[str, int] = field(default_factory=dict)
+
+
 def samples_of(events: Iterable[tuple[int, Event]], commit: Commit) -> tuple[Sample, ...]:
-    """The samples of a rollout: a function of the events up to the cut and the commit, and of nothing else.
+    """The samples of `outcome_of`."""
+    return outcome_of(events, commit).samples
+
+
+def outcome_of(events: Iterable[tuple[int, Event]], commit: Commit) -> Outcome:
+    """What becomes of a rollout: a function of the events up to the cut and the commit, and of nothing else.
 
     Raises ReplayError when the commit asks for a stitcher version that is not in this package.
     """
@@ -223,7 +241,7 @@ def samples_of(events: Iterable[tuple[int, Event]], commit: Commit) -> tuple[Sam
             hint="use the release that wrote the commit, or a later one",
         )
     if commit.status not in ("completed", "truncated"):
-        return ()
+        return Outcome()
     lost = frozenset(commit.lost_calls)
     calls: list[tuple[int, CallEvent]] = []
     life: list[tuple[int, RolloutEvent]] = []
@@ -238,7 +256,9 @@ def samples_of(events: Iterable[tuple[int, Event]], commit: Commit) -> tuple[Sam
     records = [record for record in resolve(calls) if record.intent_seq < closed]
     evaluation = next((event for seq, event in life if seq == commit.evaluated_seq), None)
     reward = evaluation.reward if evaluation else None
-    return build_samples(stitch(records), commit, reward, _timings(life, commit, evaluation))
+    stitched = stitch(records)
+    samples = build_samples(stitched, commit, reward, _timings(life, commit, evaluation))
+    return Outcome(samples, stitched.excluded_counts(), stitched.drift_counts())
 
 
 def _timings(life: Sequence[tuple[int, RolloutEvent]], commit: Commit, evaluation: RolloutEvent | None) -> Timings:

@@ -38,8 +38,9 @@ def train(round_number: int, batches: list[rollyard.GroupBatch]) -> None:
     """A real trainer makes its gradient step here, from token_ids, loss_mask, logprobs and the advantage."""
     pairs = [pair for batch in batches for pair in zip(batch.deliveries, advantages(batch), strict=True)]
     tokens = sum(sum(sample.loss_mask) for delivery, advantage in pairs if advantage for sample in delivery.samples)
-    reward = fmean(delivery.reward or 0.0 for delivery, _ in pairs)
-    print(f"round {round_number}: {len(batches)} groups, {len(pairs)} rollouts, mean reward {reward:.2f}, ", end="")
+    rewards = [delivery.reward for delivery, _ in pairs if delivery.reward is not None]
+    mean = f"{fmean(rewards):.2f}" if rewards else "unknown"
+    print(f"round {round_number}: {len(batches)} groups, {len(pairs)} rollouts, mean reward {mean}, ", end="")
     print(f"{tokens} tokens with an advantage")
 
 

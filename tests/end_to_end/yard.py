@@ -10,9 +10,8 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
 
 import aiohttp
 import world
@@ -29,11 +28,10 @@ from rollyard.pipeline.embedded import find_binary, free_port, server_config
 from rollyard.pipeline.kv import Bucket
 from rollyard.pipeline.streams import ensure
 from rollyard.schemas import subjects
+from rollyard.schemas.errors import BusError
 from rollyard.schemas.fleet import LlmServer
 from rollyard.schemas.rollout import RolloutState
 from rollyard.schemas.task import Task
-
-T = TypeVar("T")
 
 STAGES = ("admit", "init", "run", "eval", "aggregate")
 ROLES = ("gateway", "controller", "sink", *STAGES)
@@ -89,7 +87,11 @@ class Yard:
     async def ended(self, name: str) -> int:
         """Wait for its end; returns its exit status, negative: the signal."""
         process = self.processes[name]
-        await self.until(lambda: _value(process.poll() is not None), f"the end of {name}")
+
+        async def over() -> bool:
+            return process.poll() is not None
+
+        await self.until(over, f"the end of {name}")
         return process.returncode
 
     async def kill(self, name: str) -> None:
@@ -163,23 +165,49 @@ class Yard:
 
     # --- waiting and looking ---
 
-    async def until(self, condition: Callable[[], Awaitable[T]], what: str, patience_s: float = PATIENCE_S) -> T:
-        """What `condition` gives as soon as it is true. Fails with a report when that takes too long."""
+    async def until(self, condition: Callable[[], Awaitable[bool]], what: str, patience_s: float = PATIENCE_S) -> None:
+        """Wait until `condition` is true; a bus that is away makes it false. Fails with a report after `patience_s`."""
         deadline = time.monotonic() + patience_s
-        while not (found := await condition()):
+        while True:
+            with suppress(BusError):
+                if await condition():
+                    return
             assert time.monotonic() < deadline, f"waited in vain for {what}\n{await self.report()}"
             await asyncio.sleep(0.05)
-        return found
 
     async def report(self) -> str:
         """Where everything stands, for a test that fails."""
         lines = [f"{name}: exit status {process.poll()}" for name, process in self.processes.items()]
-        states = [state async for _, state, _ in Bucket(self.bus, subjects.ROLLOUTS, RolloutState).items()]
-        stuck = [state for state in states if state.position != "ended"]
-        lines += [f"{len(states)} rollouts, {len(stuck)} not at their end, for instance"]
-        lines += [f"  {state}" for state in stuck[:4]]
+        with suppress(BusError):
+            stuck = [state for state in await self.states("*") if state.position != "ended"]
+            lines += [f"{len(stuck)} rollouts are not at their end, for instance", *map(str, stuck[:4])]
         lines += [f"--- {name}\n{self.tail(name)}" for name in self.processes]
         return "\n".join(lines)
+
+    async def states(self, run: str) -> list[RolloutState]:
+        """Where the rollouts of a run stand; `*`: of all runs."""
+        bucket: Bucket[RolloutState] = Bucket(self.bus, subjects.ROLLOUTS, RolloutState)
+        return [state async for _, state, _ in bucket.items(f"{run}.*")]
+
+    async def wait_positions(self, run: str, position: str, count: int) -> None:
+        """Wait until at least so many rollouts of a run stand at a position."""
+
+        async def there() -> bool:
+            return sum(state.position == position for state in await self.states(run)) >= count
+
+        await self.until(there, f"{count} rollouts at {position}")
+
+    async def wait_commands(self, count: int) -> None:
+        """Wait until agents have begun at least so many commands."""
+
+        async def begun() -> bool:
+            return self.commands_begun() >= count
+
+        await self.until(begun, f"{count} commands of agents")
+
+    def commands_begun(self) -> int:
+        """How many commands agents have begun so far."""
+        return self.ledger.read_bytes().count(b"\n") if self.ledger.exists() else 0
 
     def tail(self, name: str, lines: int = 12) -> str:
         """The end of what a process wrote."""
@@ -223,10 +251,6 @@ class Yard:
         """Run a command of Rollyard to its end."""
         command = [sys.executable, "-m", "rollyard", *arguments, "--config", str(self.config_file)]
         return subprocess.run(command, capture_output=True, text=True, check=False, cwd="/")
-
-
-async def _value(value: T) -> T:
-    return value
 
 
 def config_for(folder: Path, **worker: object) -> Config:

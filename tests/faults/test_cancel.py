@@ -59,11 +59,7 @@ async def test_rollouts_that_nobody_holds(running: Yard) -> None:
     assert await running.stop("run") == 0
     await running.submit("queued", tasks)
 
-    async def waiting() -> bool:
-        found = await running.bus.subjects("STAGES", "stage.run.>")
-        return sum(found.values()) == 8
-
-    await running.until(waiting, "rollouts that wait for RUN")
+    await running.wait_positions("queued", "run", 8)
     await Client(running.bus, "queued").cancel(reason="enough")
     await running.wait_delivered("queued", 8)
     running.again("run")

@@ -38,11 +38,7 @@ async def test_rollouts_of_a_dead_place_move_to_another(tmp_path: Path) -> None:
         start_node(running, "x")
         tasks = world.make_tasks(8, ledger=running.ledger, words=(world.ONCE_FOREVER,), backend=BACKEND)
         await running.submit("moved", tasks)
-
-        async def at_work() -> bool:
-            return running.ledger.exists() and len(running.ledger.read_text().splitlines()) == 8
-
-        await running.until(at_work, "agents at work")
+        await running.wait_commands(8)
         there = start_node(running, "y")
         await running.kill("node-x")
         await outcome.check(running, "moved", tasks, attempt=2, swept=False)

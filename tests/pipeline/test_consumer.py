@@ -116,12 +116,14 @@ async def test_stop_finishes_what_it_may_and_gives_back_the_rest(bus: Bus) -> No
     await loop_for(bus, slow, drain_s=0.1).run(stop)
     assert await waiting(bus) == 30
     assert begun
+    deliveries: list[int] = []
 
     seen: set[int] = set()
     stop_second = asyncio.Event()
 
     async def quick(message: Delivered) -> Outcome:
         seen.add(message.seq)
+        deliveries.append(message.deliveries)
         if len(seen) == 30:
             stop_second.set()
         return Ack()
@@ -129,6 +131,8 @@ async def test_stop_finishes_what_it_may_and_gives_back_the_rest(bus: Bus) -> No
     await loop_for(bus, quick).run(stop_second)
     assert len(seen) == 30
     assert await waiting(bus) == 0
+    # A polite stop is no failed try.
+    assert set(deliveries) == {1}
 
 
 async def test_a_deleted_consumer_is_made_again(bus: Bus) -> None:

@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
+from rollyard.pipeline.codec import decode
 from rollyard.pipeline.consumer import Ack
+from rollyard.pipeline.handover import Held
 from rollyard.pipeline.kv import Bucket
 from rollyard.schemas import subjects
 from rollyard.schemas.fleet import Cancel
-from rollyard.schemas.rollout import RolloutState
+from rollyard.schemas.rollout import RolloutState, StageMessage
 from rollyard.schemas.task import AgentSpec, SandboxSpec, Task, Timeouts
 from rollyard.stages.init import Init
 from rollyard.stages.stage import StageHandler
@@ -136,3 +139,24 @@ async def test_a_worker_that_stops_gives_the_work_back(crew: Any) -> None:
     after = await crew.state(state.rollout)
     assert (after.position, after.step) == ("init", 0)
     assert await owned(crew) == []
+
+
+async def test_a_sandbox_that_the_state_names_after_all_stays(crew: Any) -> None:
+    """A write can be stored though its writer was told that another one won: others have moved the rollout on since."""
+    await crew.submit(Task(id="t", prompt="x", agent=AgentSpec(harness="ask")))
+    async with crew.at_work("admit"):
+        (held,) = await crew.take("init", "local")
+    message = decode(await held.body(), StageMessage)
+    assert message.state is not None
+    init = Init(crew.context)
+    state = await init.work(Held(message.state, message.revision, message))
+    assert state.sandbox is not None
+    states = Bucket(crew.bus, subjects.ROLLOUTS, RolloutState)
+    key = subjects.rollout_key(state.rollout.run, state.rollout.rollout_id)
+    await states.update(key, structs.replace(state, position="eval", step=state.step + 1), message.revision)
+    await init.abandon(state)
+    assert Path(state.sandbox.handle).exists()
+    other = structs.replace(state, sandbox=structs.replace(state.sandbox, handle=state.sandbox.handle + "x"))
+    await states.put(key, other)
+    await init.abandon(state)
+    assert not Path(state.sandbox.handle).exists()

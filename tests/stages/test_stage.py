@@ -92,13 +92,14 @@ async def test_a_message_that_cannot_be_read_is_put_aside_and_the_queue_goes_on(
     assert letter.reason.startswith("not a StageMessage: ")
 
 
-async def test_a_message_of_a_newer_version_says_what_mends_it(crew: Any) -> None:
+async def test_a_message_of_a_newer_version_waits_for_a_newer_worker(crew: Any) -> None:
     message = StageMessage(rollout=Rollout.of("r", "t", 0, 1), stage="init", step=0, attempt=1, schema_version=9)
     await crew.bus.publish("stage.init.none.r", encode(message))
     (held,) = await crew.take("init", "none")
     outcome = await StageHandler(crew.context, Init(crew.context))(held)
-    assert isinstance(outcome, Dead)
-    assert "schema version 9 cannot be read by this release, which knows 1 (upgrade Rollyard" in outcome.reason
+    assert isinstance(outcome, Nak)
+    assert outcome.delay_s > 1
+    assert await crew.letters() == []
 
 
 async def test_a_message_without_a_state_waits_and_is_then_put_aside(crew: Any) -> None:

@@ -7,6 +7,7 @@ import asyncio
 import shutil
 import sys
 import time
+from collections import defaultdict, deque
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 PLAIN_EVERY_S = 5.0
 LIVE_EVERY_S = 0.5
+LOOK_BACK_S = 30.0
 
 
 def add(commands: Commands) -> None:
@@ -71,6 +73,12 @@ def _add_llm(commands: Commands) -> None:
     )
     put.add_argument("--tokenizer", metavar="FILE", default="", help="tokenizer.json or GGUF, for --mode tokens")
     put.add_argument("--api-key-env", metavar="VAR", default="", help="variable of the gateways that holds its API key")
+    put.add_argument(
+        "--policy-version",
+        type=int,
+        metavar="N",
+        help="of the weights that it serves (default: as it stands, else none)",
+    )
     put.add_argument("--id", dest="server_id", metavar="ID", help="its name in the pool (default: made from the URL)")
     drop = command(kinds, "rm", run_llm_rm, "take a server out of the pool")
     drop.add_argument("server_id", metavar="ID", help="its name, from `llm ls`")
@@ -119,6 +127,7 @@ async def _status(args: argparse.Namespace, config: Config) -> int:
             await check_run(bus, args.run_name)
         if args.follow:
             await follow(bus, args.run_name, as_json=args.json)
+            await written(bus, config)
             return 0
         statuses = await snapshots(bus, args.run_name)
         if not statuses and not args.json:
@@ -143,8 +152,9 @@ async def snapshots(bus: Bus, run: str | None, meter: TokenMeter | None = None) 
 async def follow(bus: Bus, run: str | None, *, as_json: bool = False, meter: TokenMeter | None = None) -> None:
     """Show progress until everything is delivered: in place on a terminal, else a line from time to time."""
     live = sys.stdout.isatty() and not as_json
-    first: dict[str, tuple[RunStatus, float]] = {}
-    drawn = 0
+    every_s = LIVE_EVERY_S if live else PLAIN_EVERY_S
+    looks: dict[str, deque[tuple[RunStatus, float]]] = defaultdict(lambda: deque(maxlen=round(LOOK_BACK_S / every_s)))
+    drawn, said = 0, ""
     while True:
         statuses = await snapshots(bus, run, meter)
         now = time.monotonic()
@@ -153,21 +163,49 @@ async def follow(bus: Bus, run: str | None, *, as_json: bool = False, meter: Tok
         else:
             lines = []
             for status in statuses:
-                # Rates since the first look: those between two looks jump about.
-                start, at = first.setdefault(status.run, (status, now))
+                # Rates over several looks: those between two jump about.
+                looks[status.run].append((status, now))
+                start, at = looks[status.run][0]
                 lines.append(_render(status, start, now - at, live=live))
             text = "\n".join(lines)
             # Up to the first line of the last drawing, and erase from there.
-            print((f"\x1b[{drawn}F\x1b[J" if drawn else "") + text, flush=True)
+            if live or _counts(text) != _counts(said):
+                print((f"\x1b[{drawn}F\x1b[J" if drawn else "") + text, flush=True)
+            said = text
             drawn = text.count("\n") + 1 if live else 0
         if statuses and all(map(is_done, statuses)):
             return
-        await asyncio.sleep(LIVE_EVERY_S if live else PLAIN_EVERY_S)
+        await asyncio.sleep(every_s)
+
+
+async def written(bus: Bus, config: Config) -> None:
+    """Wait until a sink that writes to our folder has everything that is delivered now; not for ever."""
+    cuts = config.samples_dir() / "_cuts"
+    newest = await bus.last("sample.*.*.*")
+    deadline = time.monotonic() + 2 * config.sink.max_wait_s + 5
+    while newest is not None and cuts.is_dir() and time.monotonic() < deadline:
+        if _cut_up_to(cuts) >= newest.seq:
+            return
+        await asyncio.sleep(0.2)
+
+
+def _cut_up_to(cuts: Path) -> int:
+    from msgspec import json
+
+    from rollyard.stages.cuts import Cut
+
+    markers = sorted(cuts.glob("*.json"), key=lambda path: int(path.stem))
+    return json.decode(markers[-1].read_bytes(), type=Cut).last if markers else 0
 
 
 def is_done(status: RunStatus) -> bool:
     """Whether everything that was submitted is delivered."""
     return status.rollouts > 0 and not status.tasks_waiting and status.tasks_closed == status.tasks
+
+
+def _counts(text: str) -> str:
+    """A plain progress line without its rates: what has to change for another line to be worth printing."""
+    return "\n".join(line.partition(" rollouts/s")[0].rpartition(";")[0] for line in text.splitlines())
 
 
 def _render(status: RunStatus, before: RunStatus | None, elapsed_s: float, *, live: bool) -> str:
@@ -181,11 +219,30 @@ def run_cancel(args: argparse.Namespace) -> int:
     return run_async(_cancel(args, config_of(args)))
 
 
+async def _check_task(bus: Bus, run: str, task_id: str, index: int | None) -> None:
+    """Raises ConfigError for a rollout that the run does not have; a task that waits to be admitted is not known yet."""
+    from rollyard.pipeline.taskstore import TaskStore
+    from rollyard.schemas import subjects
+    from rollyard.schemas.errors import ConfigError
+
+    found = await TaskStore(bus).progress.get(subjects.task_key(run, task_id))
+    waiting = await bus.subjects(subjects.TASKS, subjects.task_subject(run))
+    if found is None and not waiting:
+        raise ConfigError(f"run {run!r} has no task {task_id!r}", hint="`rollyard samples ls` shows ids")
+    if found is not None and index is not None and not 0 <= index < found[0].group_size:
+        raise ConfigError(f"task {task_id!r} has rollouts 0 to {found[0].group_size - 1}, not {index}")
+
+
 async def _cancel(args: argparse.Namespace, config: Config) -> int:
     from rollyard.pipeline.client import Client
+    from rollyard.schemas.errors import ConfigError
 
     async with connected(config) as bus:
         await check_run(bus, args.run_name)
+        if args.index is not None and args.task is None:
+            raise ConfigError("--index needs --task", hint="say which task's rollout is to end")
+        if args.task is not None:
+            await _check_task(bus, args.run_name, args.task, args.index)
         await Client(bus, args.run_name).cancel(args.task, args.index, reason=args.reason)
     print("Cancelled. Rollouts that had not ended are delivered with status `cancelled`.")
     return 0
@@ -213,6 +270,8 @@ def run_llm_add(args: argparse.Namespace) -> int:
 
 
 async def _llm_add(args: argparse.Namespace, config: Config) -> int:
+    from msgspec import structs
+
     from rollyard.schemas import subjects
     from rollyard.schemas.errors import ConfigError
     from rollyard.schemas.fleet import LlmServer
@@ -221,6 +280,7 @@ async def _llm_add(args: argparse.Namespace, config: Config) -> int:
         raise ConfigError(f"{args.url!r} is not a URL", hint="for example http://127.0.0.1:8000")
     url = args.url.rstrip("/").removesuffix("/v1")
     server_id = args.server_id or url.partition("://")[2].replace(".", "-").replace(":", "-").replace("/", "-")
+    key = subjects.token(server_id)
     server = LlmServer(
         server_id=server_id,
         url=url,
@@ -230,9 +290,13 @@ async def _llm_add(args: argparse.Namespace, config: Config) -> int:
         mode=args.mode,
         tokenizer=args.tokenizer,
         api_key_env=args.api_key_env,
+        policy_version=args.policy_version,
     )
     async with connected(config) as bus:
-        await _pool(bus).put(subjects.token(server_id), server)
+        standing = await _pool(bus).get(key)
+        if standing is not None and args.policy_version is None:
+            server = structs.replace(server, policy_version=standing[0].policy_version)
+        await _pool(bus).put(key, server)
     print(f"{server_id} serves {server.model!r} from {url}.")
     return 0
 

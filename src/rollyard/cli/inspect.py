@@ -34,7 +34,7 @@ def add(commands: Commands) -> None:
     kinds = samples.add_subparsers(title="what", metavar="WHAT", required=True)
     ls = command(kinds, "ls", run_samples_ls, "list samples, newest first")
     ls.add_argument("--run", dest="run_name", metavar="RUN", help="only of this run")
-    ls.add_argument("--limit", type=int, default=50, metavar="N", help="at most so many (default: 50)")
+    ls.add_argument("--limit", type=_count, default=50, metavar="N", help="at most so many (default: 50)")
     json_flag(ls)
     show = command(kinds, "show", run_samples_show, "show one sample, with its trained tokens marked")
     show.add_argument("id", metavar="ID", help="a sample's or a rollout's id, or the start of one")
@@ -64,6 +64,12 @@ def _add_dead(commands: Commands) -> None:
     show = command(kinds, "show", run_dead_show, "show one with its body")
     show.add_argument("seq", type=int, metavar="SEQ", help="its number, from `dead ls`")
     json_flag(show)
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
+    return int(text)
 
 
 def run_samples_ls(args: argparse.Namespace) -> int:

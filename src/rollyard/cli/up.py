@@ -101,6 +101,7 @@ def _scripted_model(args: argparse.Namespace) -> ModelPlan:
         url="",
         engine="vllm",
         upstream_model=args.model or load_script(args.scripted).models[0],
+        policy_version=0,
         tokenizer=str(tokenizer),
     )
     command = ["scripted-llm", str(args.scripted.absolute()), "--tokenizer", str(tokenizer)]
@@ -122,6 +123,7 @@ def _local_model() -> ModelPlan:
         upstream_model=local_model.DEMO_MODEL_NAME,
         tokenizer=str(local_model.demo_model_path()),
         logprob_kind="raw",
+        policy_version=0,
     )
     return ModelPlan(entry=entry, command=("local-model",))
 
