@@ -220,7 +220,7 @@ def run_cancel(args: argparse.Namespace) -> int:
 
 
 async def _check_task(bus: Bus, run: str, task_id: str, index: int | None) -> None:
-    """Raises ConfigError for a rollout that the run does not have; a task that waits to be admitted is not known yet."""
+    """Raises ConfigError for a rollout that the run does not have; a task that waits for admit is not known yet."""
     from rollyard.pipeline.taskstore import TaskStore
     from rollyard.schemas import subjects
     from rollyard.schemas.errors import ConfigError
