@@ -271,7 +271,7 @@ async def test_a_stitcher_that_crashes_ends_the_rollout_at_the_sixth_delivery(
     crew: Any, at_once: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The state is `committing` by then; what decides is whether a commit stands."""
-    real, tries = aggregate_module.samples_of, 0
+    real, tries = aggregate_module.outcome_of, 0
 
     def crash(events: Any, commit: Commit) -> Any:
         nonlocal tries
@@ -280,7 +280,7 @@ async def test_a_stitcher_that_crashes_ends_the_rollout_at_the_sixth_delivery(
         tries += 1
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(aggregate_module, "samples_of", crash)
+    monkeypatch.setattr(aggregate_module, "outcome_of", crash)
     state = await finished(crew)
     async with crew.at_work("aggregate"):
         await check_gave_up(crew, state)

@@ -71,7 +71,8 @@ async def test_a_stop_gives_everything_back_and_the_next_worker_finds_it_at_once
         await crew.until(all_in_run)
     assert await crew.due() == ["stage.run.any.r"] * 12
     held = await crew.take("run", "any", 12)
-    assert {message.deliveries for message in held} == {2}
+    # A polite stop is no failed try.
+    assert {message.deliveries for message in held} == {1}
 
 
 async def test_a_worker_shows_that_its_places_live_and_leaves_the_lease_to_others(crew: Any) -> None:
