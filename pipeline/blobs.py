@@ -37,7 +37,7 @@ class BlobStore:
                 file.flush()
                 os.fsync(file.fileno())
             aside.rename(path)
-            _sync_folder(path.parent)
+            sync_folder(path.parent)
         except OSError as error:
             aside.unlink(missing_ok=True)
             raise BlobRefused(
@@ -65,7 +65,8 @@ class BlobStore:
         return self.folder / name[:2] / name
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder survive a power cut. Raises OSError."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

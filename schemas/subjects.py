@@ -57,11 +57,6 @@ def rollout_id(run: str, task_id: str, index: int) -> str:
     return "r" + digest(token(run), task_id, str(index))
 
 
-def session_name(rollout: str, attempt: int) -> str:
-    """What the gateway knows an attempt as."""
-    return f"{rollout}.{attempt}"
-
-
 def task_subject(run: str) -> str:
     """Where the tasks of a run are published."""
     return f"task.{token(run)}"

@@ -24,6 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from msgspec import Meta, Struct
 
+from rollyard.pipeline.blobs import sync_folder
 from rollyard.schemas import subjects
 from rollyard.schemas.errors import SetupError
 from rollyard.stages.arrow import Received, rollouts_table, samples_table
@@ -148,7 +149,7 @@ class Cuts:
         except OSError:
             shutil.rmtree(aside, ignore_errors=True)
             raise
-        _sync_folder(self._markers)
+        sync_folder(self._markers)
         self._checkpoint("sink.marked")
         return cut
 
@@ -175,8 +176,8 @@ class Cuts:
             file.write(msgspec.json.format(msgspec.json.encode(cut)))
             file.flush()
             os.fsync(file.fileno())
-        _sync_folder(aside)
-        _sync_folder(self._aside)
+        sync_folder(aside)
+        sync_folder(self._aside)
         self._checkpoint("sink.marker_written")
         return cut
 
@@ -203,14 +204,14 @@ class Cuts:
             final = self.folder / file.final
             if not final.parent.exists():
                 final.parent.mkdir(parents=True, exist_ok=True)
-                _sync_folder(final.parent.parent)
-                _sync_folder(self.folder)
+                sync_folder(final.parent.parent)
+                sync_folder(self.folder)
             try:
                 (self.folder / file.temporary).rename(final)
             except FileNotFoundError:
                 if not final.exists():
                     raise
-            _sync_folder(final.parent)
+            sync_folder(final.parent)
             self._checkpoint("sink.renamed")
         shutil.rmtree(self.folder / cut.temporary, ignore_errors=True)
 
@@ -219,11 +220,3 @@ class Cuts:
             f"cannot write samples under {self.folder}: {error.strerror or error}",
             hint="make room there, or set [store] samples to a local folder whose file system has hard links",
         )
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
