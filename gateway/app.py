@@ -56,14 +56,14 @@ def authenticate(request: web.Request) -> SessionGrant:
 def _calls(protocol: Protocol) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
         grant = authenticate(request)
-        asked = protocol.parse(await request.read())
+        asked = protocol.parse(await request.read(), request.headers)
         async with aclosing(request.app[GATEWAY].updates(grant, asked)) as updates:
             if asked.stream:
                 return await _stream(request, protocol, asked, updates)
             async for update in updates:
                 if isinstance(update, Finished):
                     headers = {"x-request-id": update.call_id}
-                    return web.Response(body=protocol.reply(asked, update), content_type=_JSON, headers=headers)
+                    return web.Response(body=protocol.reply(asked, [update]), content_type=_JSON, headers=headers)
         raise Refusal(500, "internal_error", "the call ended without a reply", hint="see the gateway's log")
 
     return handle
@@ -78,10 +78,11 @@ async def _stream(
         headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "x-request-id": first.call_id}
     )
     await response.prepare(request)
+    stream = protocol.stream(asked)
     try:
-        await response.write(protocol.events(asked, first))
+        await response.write(stream.events(first))
         async for update in updates:
-            if data := protocol.events(asked, update):
+            if data := stream.events(update):
                 await response.write(data)
         await response.write_eof()
     except ConnectionError:
@@ -89,7 +90,7 @@ async def _stream(
     except Refusal as refusal:
         request.app[GATEWAY].metrics.refusals.labels(refusal.code).inc()
         log.warning("stream_cut", call_id=first.call_id, code=refusal.code, error=str(refusal))
-        await _cut(request, response, protocol.error_event(refusal))
+        await _cut(request, response, stream.error(refusal))
     return response
 
 

@@ -19,7 +19,7 @@ from rollyard.pipeline.bus import Bus
 from rollyard.pipeline.dead import bury
 from rollyard.pipeline.pull import ConsumerGone, Delivered, Pull, backoff_s
 from rollyard.pipeline.streams import ConsumerSpec, ensure_consumer
-from rollyard.schemas.errors import BlobRefused, BusAway, BusError, BusFull, RollyardError
+from rollyard.schemas.errors import BlobRefused, BusAway, BusError, BusFull, Conflict, RollyardError, TooLarge
 
 log = structlog.get_logger(__name__)
 
@@ -27,6 +27,7 @@ PULL_S: Final = 2.0
 MOST_WAIT_S: Final = 5.0
 LINGER_S: Final = 0.01
 LINGER_SHARE: Final = 4
+HELD_TRIES: Final = 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,11 +185,13 @@ class ConsumerLoop:
         return Nak(backoff_s(message.deliveries))
 
     async def _when_the_bus_can(self, message: Delivered) -> Outcome:
-        """Hold the message while the bus is away or full: a redelivery would count against it."""
+        """Hold the message while the bus is away, full or behind: a redelivery would count against it."""
         for tries in itertools.count(1):
             try:
                 return await self._handler(message)
-            except (BusAway, BusFull, BlobRefused) as error:
+            except (BusError, BlobRefused) as error:
+                if not _passes_by_itself(error, tries):
+                    raise
                 log.warning("waits_for_the_bus", subject=message.subject, error=str(error))
             # The state that the message carries may be old by now: see Handover.read.
             message.deliveries = max(message.deliveries, 2)
@@ -209,6 +212,13 @@ class ConsumerLoop:
             task.cancel()
         if self._tasks:
             await asyncio.wait(list(self._tasks), timeout=10.0)
+
+
+def _passes_by_itself(error: BusError | BlobRefused, tries: int) -> bool:
+    """Whether a message waits out an error of the bus: one that is away or full for ever, another one for a while."""
+    if isinstance(error, BusAway | BusFull | BlobRefused):
+        return True
+    return not isinstance(error, Conflict | TooLarge) and tries < HELD_TRIES
 
 
 async def _wait_any(*events: asyncio.Event, timeout_s: float) -> None:

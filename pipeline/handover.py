@@ -29,12 +29,16 @@ MAX_DELIVERIES = 5
 
 @dataclass(slots=True)
 class Held:
-    """A rollout that a stage is working on: its state, the state's revision, and the message."""
+    """A rollout that a stage is working on: its state, the state's revision, and the message.
+
+    `trouble` is what stopped the last try, as far as this process knows.
+    """
 
     state: RolloutState
     revision: int
     message: StageMessage
     deliveries: int = 1
+    trouble: str = ""
 
 
 def compare(message: StageMessage, state: RolloutState | None) -> Verdict:
@@ -97,13 +101,12 @@ class Handover:
         """The state that a message belongs to, and its revision.
 
         The first delivery trusts the state that the message carries: if somebody has moved the rollout since, the
-        compare-and-set at the end of the work fails. A later delivery asks; any server may answer, since a stale state
-        makes the message early or fails the compare-and-set.
+        compare-and-set at the end of the work fails. A later delivery asks the leader: a stale state would fail again.
         """
         if deliveries == 1 and message.state is not None:
             return message.state, message.revision
         rollout = message.rollout
-        return await self.states.get_direct(subjects.rollout_key(rollout.run, rollout.rollout_id))
+        return await self.states.get(subjects.rollout_key(rollout.run, rollout.rollout_id))
 
     async def write(self, held: Held, state: RolloutState) -> None:
         """Compare-and-set the state; `held` follows. Raises Conflict when somebody else moved the rollout."""

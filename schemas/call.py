@@ -16,8 +16,20 @@ from rollyard.schemas.task import SCHEMA_VERSION
 
 Message = dict[str, Any]
 WireProtocol = Literal["chat", "responses", "messages", "completions", "synthetic"]
-Scenario = Literal["main", "sub_agent", "compaction", "summary", "title", "heartbeat"]
+Scenario = Literal["main", "sub_agent", "compaction", "summary", "title", "heartbeat", "count"]
 CallStatus = Literal["ok", "error", "aborted", "superseded"]
+
+
+class AgentIds(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What an agent says of itself in headers and metadata. Never believed for access, only kept and compared."""
+
+    client: Annotated[str, Meta(description="program and version, from the user agent")] = ""
+    session: Annotated[str, Meta(description="the agent's own session or conversation")] = ""
+    thread: Annotated[str, Meta(description="thread within that; a sub-agent has another one")] = ""
+    parent_thread: Annotated[str, Meta(description="thread that started this one")] = ""
+    sub_agent: Annotated[str, Meta(description="id or kind of a sub-agent; empty: the main agent")] = ""
+    window: Annotated[str, Meta(description="context window, counted by compactions")] = ""
+    kind: Annotated[str, Meta(description="kind of request, in the agent's own words")] = ""
 
 
 class CallIntent(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="intent", tag_field="type"):
@@ -32,7 +44,9 @@ class CallIntent(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="int
     latest_end_ms: Annotated[int, Meta(description="after this time the call counts as lost, Unix ms")]
     protocol: Annotated[WireProtocol, Meta(description="API that the agent spoke")] = "chat"
     scenario: Annotated[Scenario, Meta(description="what the call is for")] = "main"
+    agent: Annotated[AgentIds, Meta(description="what the agent says of itself")] = AgentIds()
     model: Annotated[str, Meta(description="served model")] = ""
+    asked_model: Annotated[str, Meta(description="model name that the agent used")] = ""
     stream: Annotated[bool, Meta(description="whether the agent asked for a stream")] = False
     parent: Annotated[str | None, Meta(description="call whose reply this request continues")] = None
     shared_messages: Annotated[
@@ -40,6 +54,13 @@ class CallIntent(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="int
     ] = 0
     messages: Annotated[list[Message], Meta(description="the messages after those, OpenAI Chat form")] = []
     tools: Annotated[list[Message] | None, Meta(description="tool definitions; null: the parent's")] = None
+    prompt: Annotated[str | None, Meta(description="bare text to continue, in place of messages")] = None
+    contents: Annotated[
+        dict[str, str],
+        Meta(description="parts that are kept once by content: `tools` or index in `messages`, to blob name"),
+    ] = {}
+    supersedes: Annotated[str | None, Meta(description="dead call that this one repeats")] = None
+    extras: Annotated[dict[str, Any], Meta(description="tool_choice, response_format and the like, as asked")] = {}
     params: Annotated[dict[str, Any], Meta(description="sampling parameters as sent to the server")] = {}
     drift: Annotated[str | None, Meta(description="why the parent's ids were not continued; null: they were")] = None
     schema_version: SchemaVersion = SCHEMA_VERSION
@@ -56,8 +77,17 @@ class Usage(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class CallTimings(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Durations of a call in seconds; null where it did not get that far."""
 
+    queue_s: Annotated[Seconds | None, Meta(description="until the request went to the model server")] = None
     first_token_s: Seconds | None = None
     total_s: Seconds | None = None
+
+
+class VersionSpan(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Sampled ids [start, end) that came from weights of one policy version."""
+
+    start: Annotated[int, Meta(ge=0, description="first of completion_ids")] = 0
+    end: Annotated[int, Meta(ge=0, description="one past the last")]
+    policy_version: Annotated[int | None, Meta(description="null: not known")] = None
 
 
 class CallEnd(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="end", tag_field="type"):
@@ -86,6 +116,12 @@ class CallEnd(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="end", 
     engine: Annotated[str, Meta(description="kind and version of the engine")] = ""
     policy_version: Annotated[int | None, Meta(description="weights at dispatch; null: not known")] = None
     policy_version_end: Annotated[int | None, Meta(description="weights at the end, where they differ")] = None
+    version_spans: Annotated[
+        tuple[VersionSpan, ...], Meta(description="of completion_ids, where the weights changed in mid-reply")
+    ] = ()
+    stop_string: Annotated[str | None, Meta(description="stop string that ended the reply")] = None
+    request_bytes: Annotated[int, Meta(description="size of the agent's request body")] = 0
+    reply_bytes: Annotated[int, Meta(description="size of what was sent to the agent")] = 0
     timings: Annotated[CallTimings, Meta(description="durations")] = CallTimings()
     schema_version: SchemaVersion = SCHEMA_VERSION
 

@@ -28,11 +28,16 @@ class LlmServer(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     server_id: Annotated[str, Meta(description="its name in the pool")]
     url: Annotated[str, Meta(description="base URL without /v1, for example http://127.0.0.1:8000")]
-    engine: Annotated[Literal["llamacpp", "vllm", "openai"], Meta(description="which adapter speaks to it")]
+    engine: Annotated[Literal["llamacpp", "vllm", "sglang", "openai"], Meta(description="which adapter speaks to it")]
     model: Annotated[str, Meta(description="name under which agents ask for it")] = "default"
     upstream_model: Annotated[str, Meta(description="name that the server knows; empty: `model`")] = ""
     tokenizer: Annotated[str, Meta(description="path of tokenizer.json or GGUF; needed in tokens mode")] = ""
     mode: Annotated[Literal["tokens", "capture"], Meta(description="who tokenises: gateway or server")] = "capture"
+    parser: Annotated[str, Meta(description="how replies are written, in tokens mode; empty: as the template")] = ""
+    aliases: Annotated[tuple[str, ...], Meta(description="further names under which agents may ask for it")] = ()
+    state: Annotated[
+        Literal["serving", "paused", "draining", "swapping"], Meta(description="set by weight updates")
+    ] = "serving"
     api_key_env: Annotated[str, Meta(description="environment variable of the gateway that holds the key")] = ""
     policy_version: Annotated[int | None, Meta(description="weights it serves; null: not known")] = None
     max_context: Annotated[int, Meta(description="tokens of prompt and reply together; 0: not known")] = 0

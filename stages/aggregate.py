@@ -27,7 +27,7 @@ from rollyard.schemas.failure import Failure
 from rollyard.schemas.fleet import DeadLetter
 from rollyard.schemas.rollout import RolloutEvent, RolloutState, StageName
 from rollyard.schemas.sample import Commit, Delivery, SampleDigest
-from rollyard.stages.stage import StageContext, now_ms
+from rollyard.stages.stage import StageContext, gave_up, now_ms
 from rollyard.stages.stitching import STITCHER_VERSION, Outcome, open_calls, outcome_of, sample_digest
 
 log = structlog.get_logger(__name__)
@@ -106,7 +106,7 @@ class Aggregate:
         rollout = held.state.rollout
         failure = Failure.of(
             "infra",
-            f"aggregate was tried {MAX_DELIVERIES} times and did not end",
+            gave_up(self.name, held),
             f"the samples can be made later: rollyard replay --run {rollout.run}",
         )
         await bury_body(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -38,6 +39,7 @@ log = structlog.get_logger(__name__)
 
 
 TOO_NEW_PATIENCE: Final = 4
+TROUBLES_KEPT: Final = 1000
 
 
 class StageFailed(Exception):
@@ -95,6 +97,12 @@ class StageContext:
                     log.warning("sandbox_not_removed", handle=ref.handle, error=str(error))
 
 
+def gave_up(stage: str, held: Held) -> str:
+    """What is said of a rollout that a stage does not try again."""
+    last = f"; the last try: {held.trouble}" if held.trouble else ""
+    return f"{stage} was tried {MAX_DELIVERIES} times and did not end{last}"
+
+
 class Stage(Protocol):
     """One stage: the work that leads from one state of a rollout to the next."""
 
@@ -120,6 +128,7 @@ class StageHandler:
         self._context = context
         self._stage = stage
         self._handover = Handover(context.bus, context.perform)
+        self._troubles: OrderedDict[str, str] = OrderedDict()
 
     async def __call__(self, delivered: Delivered) -> Outcome:
         """Work on one message. Raises RollyardError when it is to come again."""
@@ -138,7 +147,8 @@ class StageHandler:
             if delivered.deliveries > MAX_DELIVERIES:
                 return Dead(f"rollout {message.rollout.rollout_id} has no state at step {message.step}")
             return Nak(backoff_s(delivered.deliveries))
-        held = Held(found[0], found[1], message, delivered.deliveries)
+        trouble = self._troubles.pop(message.rollout.rollout_id, "")
+        held = Held(found[0], found[1], message, delivered.deliveries, trouble)
         if verdict == "forward":
             await self._handover.finish(held.state, held.revision, self._stage.name)
         elif verdict == "work" and not await self._advance(held):
@@ -149,8 +159,11 @@ class StageHandler:
         """Take the rollout one step further; False when somebody else moved it meanwhile."""
         try:
             state = await self._next_state(held)
-        except Conflict:
-            return False
+        except Exception as error:
+            self._remember(held, error)
+            if isinstance(error, Conflict):
+                return False
+            raise
         try:
             await self._handover.pass_on(held, state)
         except Conflict:
@@ -158,6 +171,12 @@ class StageHandler:
             await self._stage.abandon(state)
             return False
         return True
+
+    def _remember(self, held: Held, error: Exception) -> None:
+        """Keep what stopped this try, so that giving up can name it."""
+        self._troubles[held.state.rollout.rollout_id] = f"{type(error).__name__}: {error}"[:500]
+        if len(self._troubles) > TROUBLES_KEPT:
+            self._troubles.popitem(last=False)
 
     async def _next_state(self, held: Held) -> RolloutState:
         failure = self._given_up(held)
@@ -195,7 +214,7 @@ class StageHandler:
         if held.deliveries > MAX_DELIVERIES and self._stage.name != "aggregate":
             return Failure.of(
                 "infra",
-                f"{self._stage.name} was tried {MAX_DELIVERIES} times and did not end",
+                gave_up(self._stage.name, held),
                 "see the log of its workers for this rollout",
             )
         return None

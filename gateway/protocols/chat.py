@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
 from msgspec import Struct
 
-from rollyard.gateway.exchange import Delta, Finished, ModelRequest, Started, Update
+from rollyard.gateway.exchange import Delta, Finished, ModelRequest, Started, Update, Waiting
 from rollyard.gateway.refusal import Refusal
-from rollyard.schemas.call import Message, Usage
+from rollyard.schemas.call import Message, WireProtocol
 
 _SAMPLING: Final = (
     "temperature",
@@ -67,9 +68,10 @@ _decode: Final = msgspec.json.Decoder(_Body, strict=False).decode
 class ChatProtocol:
     """See Protocol."""
 
+    name: WireProtocol = "chat"
     path = "/v1/chat/completions"
 
-    def parse(self, body: bytes) -> ModelRequest:
+    def parse(self, body: bytes, headers: Mapping[str, str]) -> ModelRequest:
         """Read a request body; unknown fields are left out. Raises Refusal (400)."""
         try:
             parsed = _decode(body)
@@ -93,43 +95,91 @@ class ChatProtocol:
             include_usage=bool(parsed.stream_options and parsed.stream_options.include_usage),
         )
 
-    def reply(self, request: ModelRequest, finished: Finished) -> bytes:
+    def reply(self, request: ModelRequest, finished: Sequence[Finished]) -> bytes:
         """The body of a reply that is not streamed."""
-        choice = {"index": 0, "message": finished.reply, "finish_reason": finished.finish_reason, "logprobs": None}
+        first = finished[0]
         return msgspec.json.encode(
             {
-                "id": f"chatcmpl-{finished.call_id}",
+                "id": f"chatcmpl-{first.call_id}",
                 "object": "chat.completion",
-                "created": finished.created,
+                "created": first.created,
                 "model": request.model,
-                "choices": [choice],
-                "usage": _usage(finished.usage),
+                "choices": [
+                    {"index": each.choice, "message": each.reply, "finish_reason": each.finish_reason, "logprobs": None}
+                    for each in finished
+                ],
+                "usage": _usage(finished),
             }
         )
 
-    def events(self, request: ModelRequest, update: Update) -> bytes:
-        """An update as server-sent events: text at once, tool calls and finish_reason with `Finished`."""
-        if isinstance(update, Started):
-            return _event(_chunk(request, update, {"role": "assistant", "content": ""}))
-        if isinstance(update, Delta):
-            delta = {"content": update.text} if update.text else {}
-            if update.reasoning:
-                delta["reasoning_content"] = update.reasoning
-            return _event(_chunk(request, update, delta))
+    def stream(self, request: ModelRequest) -> ChatStream:
+        """See Protocol."""
+        return ChatStream(request)
+
+    def refuse(self, refusal: Refusal) -> tuple[int, bytes]:
+        """See Protocol."""
+        return refusal.status, refusal.body()
+
+
+class ChatStream:
+    """See ReplyStream. Text goes out at once, tool calls and finish_reason with `Finished`."""
+
+    def __init__(self, request: ModelRequest) -> None:
+        self._request = request
+        self._id = ""
+        self._finished: list[Finished] = []
+
+    def events(self, update: Update) -> bytes:
+        """See ReplyStream."""
+        self._id = self._id or update.call_id
+        match update:
+            case Waiting():
+                return self.ping()
+            case Started():
+                return self._chunk(update, {"role": "assistant", "content": ""})
+            case Delta():
+                delta = {"content": update.text} if update.text else {}
+                if update.reasoning:
+                    delta["reasoning_content"] = update.reasoning
+                return self._chunk(update, delta)
+            case Finished():
+                return self._end(update)
+
+    def ping(self) -> bytes:
+        """See ReplyStream."""
+        return b": ping\n\n"
+
+    def error(self, refusal: Refusal) -> bytes:
+        """See ReplyStream."""
+        return _event(refusal.error())
+
+    def _end(self, finished: Finished) -> bytes:
+        self._finished.append(finished)
         parts = []
-        calls = update.reply.get("tool_calls")
+        calls = finished.reply.get("tool_calls")
         if calls:
             deltas = [{"index": index, **call} for index, call in enumerate(calls)]
-            parts.append(_event(_chunk(request, update, {"tool_calls": deltas})))
-        parts.append(_event(_chunk(request, update, {}, update.finish_reason)))
-        if request.include_usage:
-            last = _chunk(request, update, {}) | {"choices": [], "usage": _usage(update.usage)}
-            parts.append(_event(last))
-        return b"".join([*parts, b"data: [DONE]\n\n"])
+            parts.append(self._chunk(finished, {"tool_calls": deltas}))
+        parts.append(self._chunk(finished, {}, finished.finish_reason))
+        if len(self._finished) == self._request.n:
+            if self._request.include_usage:
+                parts.append(_event(self._body(finished, [], usage=_usage(self._finished))))
+            parts.append(b"data: [DONE]\n\n")
+        return b"".join(parts)
 
-    def error_event(self, refusal: Refusal) -> bytes:
-        """An error in the middle of a stream."""
-        return _event(refusal.error())
+    def _chunk(self, update: Update, delta: dict[str, Any], finish_reason: str | None = None) -> bytes:
+        choice = {"index": update.choice, "delta": delta, "finish_reason": finish_reason}
+        return _event(self._body(update, [choice]))
+
+    def _body(self, update: Update, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        return {
+            "id": f"chatcmpl-{self._id}",
+            "object": "chat.completion.chunk",
+            "created": update.created,
+            "model": self._request.model,
+            "choices": choices,
+            **more,
+        }
 
 
 def _check(parsed: _Body) -> None:
@@ -151,26 +201,16 @@ def _check(parsed: _Body) -> None:
         raise Refusal(400, "invalid_request", f"max_tokens is {limit}, it must be at least 1", param="max_tokens")
 
 
-def _chunk(
-    request: ModelRequest, update: Update, delta: dict[str, Any], finish_reason: str | None = None
-) -> dict[str, Any]:
-    return {
-        "id": f"chatcmpl-{update.call_id}",
-        "object": "chat.completion.chunk",
-        "created": update.created,
-        "model": request.model,
-        "choices": [{"index": 0, "delta": delta, "finish_reason": finish_reason}],
-    }
-
-
 def _event(value: Any) -> bytes:
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
+def _usage(finished: Sequence[Finished]) -> dict[str, Any]:
+    prompt = finished[0].usage.prompt_tokens
+    completion = sum(each.usage.completion_tokens for each in finished)
     return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": finished[0].usage.cached_tokens},
     }

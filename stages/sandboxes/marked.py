@@ -75,17 +75,27 @@ def kill_marked(marks: Collection[str]) -> dict[str, int]:
     """Look once at every process and kill those that carry one of `marks`; returns how many, by mark."""
     wanted = {mark.encode(): mark for mark in marks}
     killed = dict.fromkeys(marks, 0)
-    with suppress(FileNotFoundError):
-        for entry in os.listdir("/proc"):  # noqa: PTH208 - Path objects would triple the cost
-            if entry.isdigit() and (value := _mark_of(entry)):
-                whole = value.partition(b".")[0] + b"."
-                found = [wanted[mark] for mark in {value, whole} if mark in wanted]
-                if found:
-                    with suppress(ProcessLookupError):
-                        os.kill(int(entry), signal.SIGKILL)
-                for mark in found:
-                    killed[mark] += 1
+    seen: set[str] = set()
+    # A process may start another one and end between the listing and the look at it: list until nothing is new.
+    while new := _processes() - seen:
+        seen |= new
+        for entry in new:
+            value = _mark_of(entry)
+            whole = value.partition(b".")[0] + b"."
+            found = [wanted[mark] for mark in {value, whole} if mark in wanted]
+            if found:
+                with suppress(ProcessLookupError):
+                    os.kill(int(entry), signal.SIGKILL)
+            for mark in found:
+                killed[mark] += 1
     return killed
+
+
+def _processes() -> set[str]:
+    """Process ids as /proc lists them; none where there is no /proc."""
+    with suppress(FileNotFoundError):
+        return {entry for entry in os.listdir("/proc") if entry.isdigit()}  # noqa: PTH208 - Path objects cost thrice
+    return set()
 
 
 def _mark_of(pid: str) -> bytes:
@@ -93,10 +103,14 @@ def _mark_of(pid: str) -> bytes:
     with suppress(OSError):
         environment = _environment(pid)
         for _ in range(_EXEC_LOOKS):
-            if environment or not _executing(pid):
+            if environment:
+                break
+            # Asked before the environment is read again: `execve` may end between the two.
+            executing = _executing(pid)
+            environment = _environment(pid)
+            if not executing:
                 break
             time.sleep(_EXEC_PAUSE_S)
-            environment = _environment(pid)
         before, found, after = environment.partition(_NEEDLE)
         if found and before[-1:] in (b"", b"\0"):
             return after.partition(b"\0")[0]

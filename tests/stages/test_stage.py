@@ -133,7 +133,7 @@ async def test_a_stage_that_always_crashes_fails_the_attempt_at_the_sixth_delive
     (event,) = await crew.life(state.rollout)
     assert event.failure is not None
     assert (event.kind, event.attempt, event.failure.kind) == ("failed", 1, "infra")
-    assert event.failure.message == "run was tried 5 times and did not end"
+    assert event.failure.message.startswith("run was tried 5 times and did not end; the last try: ")
     assert await crew.due() == ["stage.init.none.r"]
     assert await crew.letters() == []
 

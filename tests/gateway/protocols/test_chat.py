@@ -17,7 +17,7 @@ CALL = {"id": "c1", "type": "function", "function": {"name": "bash", "arguments"
 
 
 def parse(**body: Any) -> ModelRequest:
-    return CHAT.parse(msgspec.json.encode({"messages": [USER], **body}))
+    return CHAT.parse(msgspec.json.encode({"messages": [USER], **body}), {})
 
 
 def finished(**reply: Any) -> Finished:
@@ -64,7 +64,7 @@ def test_nulls_are_as_good_as_nothing() -> None:
 @given(st.binary())
 def test_bytes_that_are_no_request_are_refused(body: bytes) -> None:
     try:
-        request = CHAT.parse(body)
+        request = CHAT.parse(body, {})
     except Refusal as refusal:
         assert refusal.status == 400
     else:
@@ -72,7 +72,7 @@ def test_bytes_that_are_no_request_are_refused(body: bytes) -> None:
 
 
 def test_a_whole_reply() -> None:
-    body = msgspec.json.decode(CHAT.reply(parse(model="asked"), finished(content=None, tool_calls=[CALL])))
+    body = msgspec.json.decode(CHAT.reply(parse(model="asked"), [finished(content=None, tool_calls=[CALL])]))
     assert body["id"] == "chatcmpl-id"
     assert body["object"] == "chat.completion"
     assert body["model"] == "asked"
@@ -87,9 +87,10 @@ def test_a_whole_reply() -> None:
 
 def test_a_stream() -> None:
     request = parse(model="asked", stream_options={"include_usage": True})
-    [first] = events(CHAT.events(request, Started("id", 9)))
-    [text] = events(CHAT.events(request, Delta("id", 9, "hi", "hm")))
-    calls, finish, usage, done = events(CHAT.events(request, finished(tool_calls=[CALL])))
+    stream = CHAT.stream(request)
+    [first] = events(stream.events(Started("id", 9)))
+    [text] = events(stream.events(Delta("id", 9, "hi", "hm")))
+    calls, finish, usage, done = events(stream.events(finished(tool_calls=[CALL])))
     assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert text["choices"][0]["delta"] == {"content": "hi", "reasoning_content": "hm"}
     assert calls["choices"][0]["delta"] == {"tool_calls": [{"index": 0, **CALL}]}
@@ -103,7 +104,7 @@ def test_a_stream() -> None:
 
 
 def test_an_error_in_mid_stream() -> None:
-    [error] = events(CHAT.error_event(Refusal(502, "server_failed", "it broke", hint="mend it")))
+    [error] = events(CHAT.stream(parse()).error(Refusal(502, "server_failed", "it broke", hint="mend it")))
     assert error["error"] == {
         "message": "it broke (mend it)",
         "type": "server_error",

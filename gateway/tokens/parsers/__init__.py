@@ -1,0 +1,1 @@
+"""Readers of replies, one family of models a file."""
