@@ -1,7 +1,8 @@
-"""The HTTP side: routes, keys, errors in OpenAI's shape, streams. What a call is stands in gateway/calls.py."""
+"""The HTTP side: routes, keys, errors in the agent's protocol, streams. What a call is stands in gateway/call.py."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Final
@@ -10,14 +11,21 @@ import msgspec
 import structlog
 from aiohttp import web
 from aiohttp.abc import AbstractAccessLogger
+from msgspec import structs
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from rollyard.gateway.admin import admin_routes
+from rollyard.gateway.agent_ids import agent_ids
 from rollyard.gateway.calls import Gateway
-from rollyard.gateway.exchange import Finished, ModelRequest, Update
+from rollyard.gateway.count import count_tokens
+from rollyard.gateway.exchange import ModelRequest, Update
 from rollyard.gateway.keys import SessionGrant, verify
-from rollyard.gateway.protocols import protocols
-from rollyard.gateway.protocols.protocol import Protocol
+from rollyard.gateway.protocols import protocol_of, protocols
+from rollyard.gateway.protocols.messages_count import COUNT_PATH, count_reply, parse_count
+from rollyard.gateway.protocols.protocol import Protocol, ReplyStream
 from rollyard.gateway.refusal import Refusal, session_closed
+from rollyard.gateway.scenario import classify
+from rollyard.gateway.stream import AgentStream
 
 log = structlog.get_logger(__name__)
 
@@ -33,15 +41,18 @@ def make_app(gateway: Gateway) -> web.Application:
     app.router.add_get("/healthz", _healthz)
     app.router.add_get("/readyz", _readyz)
     app.router.add_get("/metrics", _metrics)
+    app.router.add_routes(admin_routes(gateway.desk, gateway.settings.admin_token))
     for prefix in ("", "/s/{key}"):
         app.router.add_get(f"{prefix}/v1/models", _models)
+        app.router.add_get(f"{prefix}/v1/responses", _no_websocket)
+        app.router.add_post(f"{prefix}{COUNT_PATH}", _count)
         for protocol in protocols():
             app.router.add_post(f"{prefix}{protocol.path}", _calls(protocol))
     return app
 
 
 def authenticate(request: web.Request) -> SessionGrant:
-    """The grant of a request's key, from path, bearer token or x-api-key. Raises Refusal: 401, 410."""
+    """The grant of a request's key, from path, x-api-key or bearer token. Raises Refusal: 401, 410."""
     gateway = request.app[GATEWAY]
     key: str = request.match_info.get("key", "") or request.headers.get("x-api-key", "")
     scheme, _, token = request.headers.get("Authorization", "").partition(" ")
@@ -56,41 +67,61 @@ def authenticate(request: web.Request) -> SessionGrant:
 def _calls(protocol: Protocol) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
         grant = authenticate(request)
-        asked = protocol.parse(await request.read(), request.headers)
-        async with aclosing(request.app[GATEWAY].updates(grant, asked)) as updates:
-            if asked.stream:
-                return await _stream(request, protocol, asked, updates)
-            async for update in updates:
-                if isinstance(update, Finished):
-                    headers = {"x-request-id": update.call_id}
-                    return web.Response(body=protocol.reply(asked, [update]), content_type=_JSON, headers=headers)
-        raise Refusal(500, "internal_error", "the call ended without a reply", hint="see the gateway's log")
+        asked = await _asked(request, protocol)
+        gateway = request.app[GATEWAY]
+        if asked.stream:
+            async with aclosing(gateway.updates(grant, asked)) as updates:
+                return await _stream(request, protocol.stream(asked), updates)
+        finished = await gateway.finished(grant, asked)
+        headers = _call_headers(finished[0].call_id)
+        return web.Response(body=protocol.reply(asked, finished), content_type=_JSON, headers=headers)
 
     return handle
 
 
+async def _asked(request: web.Request, protocol: Protocol) -> ModelRequest:
+    """What the agent asks for, with what it says of itself. Raises Refusal."""
+    asked = protocol.parse(await _body(request), request.headers)
+    asked = structs.replace(asked, ids=agent_ids(request.headers, asked))
+    return structs.replace(asked, scenario=classify(asked))
+
+
+async def _body(request: web.Request) -> bytes:
+    limit_s = request.app[GATEWAY].settings.read_timeout_s
+    try:
+        async with asyncio.timeout(limit_s):
+            return await request.read()
+    except TimeoutError:
+        raise Refusal(408, "request_timeout", f"the request body did not arrive within {limit_s:g} s") from None
+
+
 async def _stream(
-    request: web.Request, protocol: Protocol, asked: ModelRequest, updates: AsyncGenerator[Update, None]
+    request: web.Request, reply: ReplyStream, updates: AsyncGenerator[Update, None]
 ) -> web.StreamResponse:
     # Until the first update there is a status to give; after it, a stream can only be cut.
     first = await anext(updates)
+    gateway = request.app[GATEWAY]
     response = web.StreamResponse(
-        headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "x-request-id": first.call_id}
+        headers={
+            "Content-Type": "text/event-stream; charset=utf-8",
+            "Cache-Control": "no-cache",
+            "X-Accel-Buffering": "no",
+            **_call_headers(first.call_id),
+        }
     )
     await response.prepare(request)
-    stream = protocol.stream(asked)
     try:
-        await response.write(stream.events(first))
-        async for update in updates:
-            if data := stream.events(update):
-                await response.write(data)
+        async with AgentStream.open(response, reply, gateway.settings) as stream:
+            await stream.send(first)
+            async for update in updates:
+                await stream.send(update)
         await response.write_eof()
-    except ConnectionError:
+    except (ConnectionError, TimeoutError):
         log.info("agent_went_away", call_id=first.call_id)
     except Refusal as refusal:
-        request.app[GATEWAY].metrics.refusals.labels(refusal.code).inc()
+        gateway.metrics.refusals.labels(refusal.code).inc()
         log.warning("stream_cut", call_id=first.call_id, code=refusal.code, error=str(refusal))
-        await _cut(request, response, stream.error(refusal))
+        await _cut(request, response, reply.error(refusal))
     return response
 
 
@@ -103,6 +134,11 @@ async def _cut(request: web.Request, response: web.StreamResponse, last: bytes) 
     # Closing without the terminating chunk is what a client sees as broken; what was written is flushed first.
     if request.transport is not None:
         request.transport.close()
+
+
+def _call_headers(call_id: str) -> dict[str, str]:
+    # OpenAI's and Anthropic's names for the same.
+    return {"x-request-id": call_id, "request-id": call_id}
 
 
 @web.middleware
@@ -124,12 +160,28 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 def _refuse(request: web.Request, refusal: Refusal) -> web.Response:
     request.app[GATEWAY].metrics.refusals.labels(refusal.code).inc()
-    return web.Response(status=refusal.status, body=refusal.body(), content_type=_JSON, headers=refusal.headers())
+    status, body = protocol_of(request.path).refuse(refusal)
+    return web.Response(status=status, body=body, content_type=_JSON, headers=refusal.headers())
+
+
+async def _count(request: web.Request) -> web.Response:
+    grant = authenticate(request)
+    asked = parse_count(await _body(request), request.headers)
+    count = await count_tokens(request.app[GATEWAY], grant, asked)
+    return web.Response(body=count_reply(count), content_type=_JSON)
+
+
+async def _no_websocket(request: web.Request) -> web.Response:
+    # Codex asks for a WebSocket first; after 426, and only then, it goes on by POST at once.
+    raise Refusal(426, "websocket_not_supported", "there is no WebSocket here", hint="POST to the same address")
 
 
 async def _models(request: web.Request) -> web.Response:
     authenticate(request)
-    served = {entry.server.model: entry.max_context for entry in request.app[GATEWAY].pool.entries()}
+    served: dict[str, int] = {}
+    for entry in request.app[GATEWAY].pool.entries():
+        for name in (entry.server.model, *entry.server.aliases):
+            served[name] = entry.max_context
     data = [
         {"id": model, "object": "model", "created": 0, "owned_by": "rollyard", "context_length": limit or None}
         for model, limit in sorted(served.items())

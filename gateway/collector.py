@@ -8,7 +8,9 @@ import numpy as np
 
 from rollyard.gateway.engines.engine import EngineChunk
 from rollyard.gateway.exchange import Delta
-from rollyard.schemas.call import Message, Usage
+from rollyard.gateway.tokens.parsers.parser import Piece
+from rollyard.gateway.tokens.reply import ReplyReader
+from rollyard.schemas.call import Message, Usage, VersionSpan
 from rollyard.schemas.packed import Logprobs, TokenIds
 from rollyard.schemas.subjects import digest
 
@@ -16,16 +18,29 @@ from rollyard.schemas.subjects import digest
 class Collector:
     """Takes the chunks of one call, created at that Unix second.
 
-    `prompt_ids` are given in tokens mode; in capture mode the server tells them.
+    In tokens mode `prompt_ids` are what was sent and `reader` turns sampled ids into the reply; in capture mode the
+    server tells both. A generation that was aborted and continued comes in segments, each of one policy version.
     """
 
-    def __init__(self, call_id: str, created: int, *, prompt_ids: TokenIds | None = None, vocab_size: int = 0) -> None:
+    def __init__(
+        self,
+        call_id: str,
+        created: int,
+        *,
+        choice: int = 0,
+        prompt_ids: TokenIds | None = None,
+        reader: ReplyReader | None = None,
+        vocab_size: int = 0,
+    ) -> None:
         self.finish_reason: str | None = None
-        self.policy_version: int | None = None
-        self._sent_prompt = prompt_ids is not None
         self.prompt_ids = prompt_ids or TokenIds()
+        self.spans: list[VersionSpan] = []
+        self.told_version: int | None = None
+        self._sent_prompt = prompt_ids is not None
+        self._reader = reader
         self._call_id = call_id
         self._created = created
+        self._choice = choice
         self._vocab_size = vocab_size
         self._text: list[str] = []
         self._reasoning: list[str] = []
@@ -33,16 +48,15 @@ class Collector:
         self._ids: list[bytes] = []
         self._logprobs: list[bytes] = []
         self._usage: Usage | None = None
+        self._unchecked: Usage | None = None
+        self._cached_tokens: int | None = None
+        self._segment_start = 0
         self._fault: str | None = None
+        self._constrained: str | None = None
+        self._told_stop_string: str | None = None
 
     def add(self, chunk: EngineChunk) -> Delta | None:
         """Take a piece; returns what of it may be passed on at once."""
-        if chunk.text:
-            self._text.append(chunk.text)
-        if chunk.reasoning:
-            self._reasoning.append(chunk.reasoning)
-        for delta in chunk.tool_calls:
-            self._add_tool_call(delta)
         if chunk.token_ids is not None:
             self._ids.append(chunk.token_ids.data)
         if chunk.logprobs is not None:
@@ -51,11 +65,54 @@ class Collector:
             self._take_prompt(chunk.prompt_ids)
         self.finish_reason = chunk.finish_reason or self.finish_reason
         self._usage = chunk.usage or self._usage
+        self._unchecked = chunk.usage or self._unchecked
         self._fault = self._fault or chunk.fault
+        self._constrained = self._constrained or chunk.constrained
+        self._told_stop_string = chunk.stop_string or self._told_stop_string
         if chunk.policy_version is not None:
-            self.policy_version = chunk.policy_version
-        if chunk.text or chunk.reasoning:
-            return Delta(self._call_id, self._created, chunk.text, chunk.reasoning)
+            self.told_version = chunk.policy_version
+        if self._reader is not None:
+            return self._take(self._reader.push(chunk.token_ids or TokenIds(), chunk.text if chunk.fault else None))
+        for delta in chunk.tool_calls:
+            self._add_tool_call(delta)
+        return self._take(Piece(chunk.reasoning, chunk.text))
+
+    def end(self) -> Delta | None:
+        """The reply is over: what was held back of it."""
+        return self._take(self._reader.end()) if self._reader is not None else None
+
+    def end_segment(self, policy_version: int | None) -> None:
+        """What was sampled since the last segment came from one version of the weights, the server's own word first."""
+        end = len(self.completion_ids)
+        version = self.told_version if self.told_version is not None else policy_version
+        self._check_usage(end - self._segment_start, self._segment_start)
+        if end > self._segment_start:
+            self.spans.append(VersionSpan(start=self._segment_start, end=end, policy_version=version))
+        self._segment_start, self.told_version = end, None
+
+    def _check_usage(self, sampled: int, continued: int) -> None:
+        """Compare what was told with what came. Of a continued generation the prompt holds what was sampled before."""
+        usage, self._unchecked = self._unchecked, None
+        if usage is None:
+            return
+        if self._cached_tokens is None:
+            self._cached_tokens = usage.cached_tokens
+        told, prompt = usage.completion_tokens, usage.prompt_tokens
+        if self.completion_ids and sampled != told:
+            self._fault = self._fault or f"{sampled} sampled ids but a usage of {told}"
+        if self.prompt_ids and len(self.prompt_ids) + continued != prompt:
+            self._fault = self._fault or f"{len(self.prompt_ids) + continued} prompt ids but a usage of {prompt}"
+
+    def _take(self, piece: Piece) -> Delta | None:
+        if piece.text:
+            self._text.append(piece.text)
+        if piece.reasoning:
+            self._reasoning.append(piece.reasoning)
+        for call in piece.tool_calls:
+            function = {"name": call.name, "arguments": call.arguments}
+            self._add_tool_call({"index": len(self._tool_calls), "function": function})
+        if piece.text or piece.reasoning:
+            return Delta(self._call_id, self._created, piece.text, piece.reasoning, self._choice)
         return None
 
     def _take_prompt(self, told: TokenIds) -> None:
@@ -79,12 +136,19 @@ class Collector:
     @property
     def completion_ids(self) -> TokenIds:
         """What was sampled, as far as it was told."""
-        return TokenIds(b"".join(self._ids))
+        if len(self._ids) > 1:
+            self._ids = [b"".join(self._ids)]
+        return TokenIds(self._ids[0]) if self._ids else TokenIds()
 
     @property
     def logprobs(self) -> Logprobs:
         """Of completion_ids."""
         return Logprobs(b"".join(self._logprobs))
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the reply."""
+        return self._reader.stop_string if self._reader is not None else self._told_stop_string
 
     def reply(self) -> Message:
         """The assistant message in OpenAI Chat form."""
@@ -96,23 +160,32 @@ class Collector:
             message["content"] = message["content"] or None
         return message
 
+    def finish(self) -> str:
+        """Why the reply ended, in OpenAI's words."""
+        if self._tool_calls and self.finish_reason in (None, "stop"):
+            return "tool_calls"
+        if self.stop_string is not None:
+            return "stop"
+        return self.finish_reason or "stop"
+
     def usage(self) -> Usage:
-        """Token counts: the server's own, else counted from the ids."""
-        if self._usage is not None:
+        """Token counts: counted from the ids in tokens mode, else the server's own."""
+        if self._usage is not None and not self._sent_prompt:
             return self._usage
-        return Usage(prompt_tokens=len(self.prompt_ids), completion_tokens=len(self.completion_ids))
+        cached = self._usage.cached_tokens if self._usage is not None else 0
+        return Usage(
+            prompt_tokens=len(self.prompt_ids),
+            completion_tokens=max(len(self.completion_ids), self._usage.completion_tokens if self._usage else 0),
+            cached_tokens=self._cached_tokens if self._cached_tokens is not None else cached,
+        )
 
     def inexact(self) -> str | None:
         """Why the ids are not exactly what was sampled, or None. Nothing may be built on inexact ids."""
         if self._fault is not None:
             return self._fault
-        ids, usage = self.completion_ids, self._usage
+        ids = self.completion_ids
         if not ids or not self.prompt_ids:
             return "the server returned no token ids"
-        if usage is not None and len(ids) != usage.completion_tokens:
-            return f"{len(ids)} sampled ids but a usage of {usage.completion_tokens}"
-        if usage is not None and len(self.prompt_ids) != usage.prompt_tokens:
-            return f"{len(self.prompt_ids)} prompt ids but a usage of {usage.prompt_tokens}"
         if self._vocab_size:
             highest = max(int(np.max(np.asarray(part))) for part in (ids, self.prompt_ids))
             if highest >= self._vocab_size:
@@ -121,7 +194,7 @@ class Collector:
 
     def untrainable(self) -> str | None:
         """Why this call cannot be trained on, or None. Nothing is ever padded or guessed."""
-        reason = self.inexact()
+        reason = self.inexact() or self._constrained
         if reason is not None:
             return reason
         logprobs = self.logprobs

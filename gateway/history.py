@@ -23,6 +23,38 @@ _json: Final = msgspec.json.Encoder(order="sorted")
 _OWN_KEYS: Final = frozenset({"role", "content", "name", "tool_calls", "tool_call_id"})
 
 
+def _drop_private(message: Message) -> Message:
+    """Keys that an adapter keeps a protocol's own form in: what they say stands in the message as well."""
+    content = message.get("content")
+    if isinstance(content, list) and any(_has_private(part) for part in content):
+        message = {**message, "content": [_without_private(part) for part in content]}
+    bare: Message = _without_private(message) if _has_private(message) else message
+    return bare
+
+
+def _has_private(value: Any) -> bool:
+    return isinstance(value, dict) and any(key.startswith("_") for key in value)
+
+
+def _without_private(value: Any) -> Any:
+    return {k: v for k, v in value.items() if not k.startswith("_")} if isinstance(value, dict) else value
+
+
+def without_private(messages: Sequence[Message]) -> list[Message]:
+    """Messages as a model server takes them, without the keys that adapters keep for themselves."""
+    return [_drop_private(message) for message in messages]
+
+
+def call_ids(message: Message) -> tuple[str, ...]:
+    """The ids of a reply's tool calls, letters and digits of them, which no agent changes; empty where it has none."""
+    calls = message.get("tool_calls") if message.get("role") == "assistant" else None
+    if not isinstance(calls, list):
+        return ()
+    ids = [str(call.get("id", "")) if isinstance(call, dict) else "" for call in calls]
+    bare = tuple("".join(filter(str.isalnum, each)) for each in ids)
+    return bare if all(bare) else ()
+
+
 def _drop_cache_control(message: Message) -> Message:
     content = message.get("content")
     if isinstance(content, list) and any("cache_control" in part for part in content if isinstance(part, dict)):
@@ -73,7 +105,7 @@ def _parsed_call(call: Any) -> Any:
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
     try:
-        arguments = msgspec.json.decode(function["arguments"])
+        arguments = msgspec.json.decode(function["arguments"] or "{}")
     except (msgspec.DecodeError, UnicodeEncodeError):
         return call
     return {**call, "function": {**function, "arguments": arguments}}
@@ -86,6 +118,7 @@ def _drop_nulls(message: Message) -> Message:
 
 
 RULES: Final[dict[str, Rule]] = {
+    "private_keys_dropped": _drop_private,
     "cache_control_dropped": _drop_cache_control,
     "foreign_reply_keys_dropped": _drop_foreign_keys,
     "ids_not_compared": _drop_ids,
@@ -96,12 +129,16 @@ RULES: Final[dict[str, Rule]] = {
 }
 """In this order: a list of text parts is a string before its edges are trimmed, and an empty one is absent."""
 
+KNOWN_BY_CALL_IDS: Final = "reply_known_by_call_ids"
+"""A reply with tool calls is the one whose ids it bears, also where the agent has rewritten their arguments."""
+
 
 class Canonical:
     """Canonical forms under the rules that are switched on. `counts` says how many messages each rule changed."""
 
     def __init__(self, off: Collection[str] = ()) -> None:
         self.rules = {name: rule for name, rule in RULES.items() if name not in off}
+        self.knows_by_call_ids = KNOWN_BY_CALL_IDS not in off
         self.counts: Counter[str] = Counter()
 
     def form(self, message: Message) -> bytes:
@@ -113,13 +150,22 @@ class Canonical:
                 message = changed
         return _json.encode(message)
 
+    def digests(self, messages: Sequence[Message]) -> list[bytes]:
+        """A digest of the canonical form of each message."""
+        return [blake2b(self.form(message), digest_size=16).digest() for message in messages]
+
     def fold(self, chain: bytes, messages: Sequence[Message]) -> list[bytes]:
         """The chain after each of `messages`, beginning from `chain` (ROOT: an empty conversation)."""
-        chains = []
-        for message in messages:
-            chain = blake2b(chain + blake2b(self.form(message), digest_size=16).digest(), digest_size=16).digest()
-            chains.append(chain)
-        return chains
+        return fold(chain, self.digests(messages))
+
+
+def fold(chain: bytes, digests: Sequence[bytes]) -> list[bytes]:
+    """The chain after each message of these digests."""
+    chains = []
+    for digest in digests:
+        chain = blake2b(chain + digest, digest_size=16).digest()
+        chains.append(chain)
+    return chains
 
 
 def longest(chains: Sequence[bytes], known: Mapping[bytes, T]) -> tuple[T | None, int]:
@@ -136,12 +182,15 @@ def holds_unknown_reply(messages: Sequence[Message], shared: int) -> bool:
     return any(message.get("role") == "assistant" for message in messages[shared:])
 
 
-def tools_digest(tools: Sequence[Message] | None) -> bytes:
-    """A digest of tool definitions, cache marks left out; none and an empty list are the same."""
-    if not tools:
+def settings_digest(tools: Sequence[Message] | None, template: Mapping[str, Any] | None = None) -> bytes:
+    """A digest of what else stands in a prompt: tool definitions, cache marks left out, and options of the template.
+
+    None and an empty list of tools are the same.
+    """
+    if not tools and not template:
         return ROOT
-    bare = [_without(tool, "cache_control") for tool in tools]
-    return blake2b(_json.encode(bare), digest_size=16).digest()
+    bare = [_without(tool, "cache_control") for tool in tools or ()]
+    return blake2b(_json.encode([bare, template or {}]), digest_size=16).digest()
 
 
 def common_prefix(a: TokenIds, b: TokenIds) -> int:

@@ -31,6 +31,7 @@ class SessionGrant(Struct, frozen=True, kw_only=True, omit_defaults=True):
     sampling: Annotated[Sampling, Meta(description="overrides of the agent's own sampling parameters")] = Sampling()
     max_calls: Annotated[int, Meta(ge=1, description="calls of the session; null: no limit")] | None = None
     max_tokens: Annotated[int, Meta(ge=1, description="sampled tokens of all calls; null: no limit")] | None = None
+    expires_ms: Annotated[int, Meta(description="no call after this Unix time; null: no limit")] | None = None
     training: Annotated[bool, Meta(description="refuse servers that return no token ids")] = True
 
     def session(self) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from rollyard.schemas.call import CallEnd
+
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
@@ -36,6 +38,9 @@ class GatewayMetrics:
         self.catch_ups = Counter(
             "rollyard_gateway_catch_ups_total", "Times a session was caught up from the log.", registry=registry
         )
+        self.joined = Counter(
+            "rollyard_gateway_joined_total", "Requests that joined an equal call in flight.", registry=registry
+        )
         self.canonical = Gauge(
             "rollyard_gateway_canonical_messages",
             "Messages that each rule of comparison changed.",
@@ -53,3 +58,14 @@ class GatewayMetrics:
         self.duration = Histogram(
             "rollyard_gateway_call_seconds", "Request to end of call.", buckets=_SECONDS, registry=registry
         )
+
+    def count(self, end: CallEnd) -> None:
+        """Take a call that ended."""
+        self.calls.labels(end.status).inc()
+        self.tokens.labels("prompt").inc(end.usage.prompt_tokens)
+        self.tokens.labels("completion").inc(end.usage.completion_tokens)
+        self.duration.observe(end.timings.total_s or 0.0)
+        if end.timings.first_token_s is not None:
+            self.first_token.observe(end.timings.first_token_s)
+        if end.untrainable is not None:
+            self.untrainable.inc()

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import math
 import random
+import time
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final
 
 import structlog
 
+from rollyard.gateway import rendezvous
+from rollyard.gateway.breaker import CircuitBreaker
 from rollyard.gateway.engines.engine import Engine, Probe
 from rollyard.gateway.refusal import Refusal, unavailable
 from rollyard.pipeline.bus import Bus
@@ -19,13 +22,19 @@ from rollyard.pipeline.kv import Bucket
 from rollyard.schemas import subjects
 from rollyard.schemas.errors import ModelError
 from rollyard.schemas.fleet import LlmServer
+from rollyard.schemas.weights import ServerView
 
 log = structlog.get_logger(__name__)
 
-LOAD_BOUND: Final = 1.25
 PROBE_TIMEOUT_S: Final = 60.0
 PROBE_MIN_S: Final = 0.25
 PROBE_MAX_S: Final = 10.0
+PAUSE_WAIT_S: Final = 120.0
+_RETRY_PAUSED_S: Final = 5
+
+
+class OutOfService(Refusal):
+    """No server takes the call now, but one that is out of service for a while would: 503 with Retry-After."""
 
 
 class PoolEntry:
@@ -35,7 +44,9 @@ class PoolEntry:
         self.server = server
         self.probe: Probe | None = None
         self.healthy = False
-        self.outstanding = 0
+        self.calls = 0
+        self.tokens = 0
+        self.breaker = CircuitBreaker()
         self.suspected = asyncio.Event()
         self.trouble = "it was not probed yet"
 
@@ -45,37 +56,74 @@ class PoolEntry:
         return self.server.trainable and self.probe is not None and self.probe.trainable
 
     @property
+    def serving(self) -> bool:
+        """Whether its entry lets calls go there; weight updates take it out for a while."""
+        return self.server.state == "serving"
+
+    @property
     def max_context(self) -> int:
         """Tokens of prompt and reply together; 0: not known."""
         return self.server.max_context or (self.probe.max_context if self.probe else 0)
+
+    def serves(self, model: str) -> bool:
+        """Whether it is asked for under this name."""
+        return model == self.server.model or model in self.server.aliases
 
     def same_place(self, server: LlmServer) -> bool:
         """Whether a new value of the bucket means the same server, so that the probe still holds."""
         keys = ("url", "engine", "model", "upstream_model", "mode", "tokenizer", "api_key_env")
         return all(getattr(self.server, key) == getattr(server, key) for key in keys)
 
+    def out_of_service(self) -> str:
+        """Why it takes no call, though it may be well."""
+        return f"{self.server.server_id} is {self.server.state}" + (
+            f" ({self.server.note})" if self.server.note else ""
+        )
+
 
 class ServerPool:
     """Follows the `llm_servers` bucket and probes what it finds there. `run()` must be running."""
 
     def __init__(self, bus: Bus, engines: Mapping[str, Engine]) -> None:
+        self.revision = 0
+        """Newest change of the bucket that is taken into account."""
         self._bucket: Bucket[LlmServer] = Bucket(bus, subjects.LLM_SERVERS, LlmServer)
         self._engines = engines
         self._entries: dict[str, PoolEntry] = {}
         self._watchers: dict[str, asyncio.Task[None]] = {}
+        # Beside the entries: a call may outlive the entry that it was sent by.
+        self._calls: Counter[str] = Counter()
+        self._changed = asyncio.Event()
 
     def entries(self) -> list[PoolEntry]:
         """Every server that is registered."""
         return list(self._entries.values())
 
+    def view(self) -> tuple[ServerView, ...]:
+        """What this gateway sees: every server that is registered, and others that a call still runs at."""
+        views = {server_id: ServerView(server_id=server_id, calls=calls) for server_id, calls in self._calls.items()}
+        for entry in self._entries.values():
+            server_id = entry.server.server_id
+            views[server_id] = ServerView(
+                server_id=server_id,
+                calls=self._calls[server_id],
+                healthy=entry.healthy and not entry.breaker.is_open,
+                trouble=entry.trouble,
+            )
+        return tuple(views.values())
+
+    # --- following ---
+
     async def run(self) -> None:
         """Follow the bucket until cancelled."""
         async with asyncio.TaskGroup() as group:
-            async for key, server, _ in self._bucket.watch():
+            async for key, server, revision in self._bucket.watch():
                 if key:
-                    self._changed(key, server, group)
+                    self._follow(key, server, group)
+                    self.revision = revision
+                    self._tell()
 
-    def _changed(self, key: str, server: LlmServer | None, group: asyncio.TaskGroup) -> None:
+    def _follow(self, key: str, server: LlmServer | None, group: asyncio.TaskGroup) -> None:
         entry = self._entries.get(key)
         if entry is not None and server is not None and entry.same_place(server):
             entry.server = server
@@ -86,6 +134,11 @@ class ServerPool:
         if server is not None:
             entry = self._entries[key] = PoolEntry(server)
             self._watchers[key] = group.create_task(self._keep_probed(entry))
+
+    def _tell(self) -> None:
+        """Wake those who wait for a server."""
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def _keep_probed(self, entry: PoolEntry) -> None:
         """Probe until the server is healthy, and again whenever a call could not reach it."""
@@ -102,13 +155,16 @@ class ServerPool:
                 continue
             pause_s = PROBE_MIN_S
             entry.suspected.clear()
-            entry.healthy = True
+            entry.healthy, entry.trouble = True, ""
+            self._tell()
             if not entry.probe.trainable:
                 log.warning("server_not_trainable", server=entry.server.server_id, reason=entry.probe.reason)
             await entry.suspected.wait()
 
     async def _probe(self, server: LlmServer) -> Probe:
-        engine = self._engines[server.engine]
+        engine = self._engines.get(server.engine)
+        if engine is None:
+            raise ModelError(f"this gateway knows no engine {server.engine!r}", hint="update Rollyard there")
         if server.mode not in engine.modes:
             raise ModelError(
                 f"{server.engine} cannot be used in {server.mode} mode", hint=f"use {', '.join(sorted(engine.modes))}"
@@ -117,6 +173,8 @@ class ServerPool:
             raise ModelError("tokens mode needs a tokenizer", hint="set `tokenizer` of the server's entry")
         return await engine.probe(server)
 
+    # --- calls ---
+
     def suspect(self, entry: PoolEntry, why: str) -> None:
         """A call could not reach a server: send nothing there until a probe succeeds."""
         entry.healthy = False
@@ -124,54 +182,156 @@ class ServerPool:
         entry.suspected.set()
 
     @contextmanager
-    def busy(self, entry: PoolEntry) -> Iterator[None]:
-        """Count a call as outstanding at a server."""
-        entry.outstanding += 1
+    def busy(self, entry: PoolEntry, tokens: int = 1) -> Iterator[None]:
+        """A call of so many tokens, prompt and expected reply, runs at a server within the block.
+
+        What it raises there is taken as news of the server's health. Raises OutOfService before the block when the
+        server takes no call any more, though `pick` gave it: choose again. To ask it here, with nothing awaited in
+        between, is what lets a weight update rely on the count of calls.
+        """
+        self._check_still_there(entry)
+        on_trial = entry.breaker.begin()
+        server_id = entry.server.server_id
+        self._calls[server_id] += 1
+        entry.calls += 1
+        entry.tokens += tokens
         try:
             yield
+        except ModelError as error:
+            self._learn(entry, error, on_trial)
+            raise
+        except BaseException:
+            # The agent went away, or the gateway stops: this says nothing about the server.
+            if on_trial:
+                entry.breaker.gave_up()
+            raise
+        else:
+            entry.breaker.succeeded()
+            entry.trouble = "" if entry.healthy else entry.trouble
         finally:
-            entry.outstanding -= 1
+            entry.tokens -= tokens
+            entry.calls -= 1
+            self._calls[server_id] -= 1
+            if not self._calls[server_id]:
+                del self._calls[server_id]
+
+    def _check_still_there(self, entry: PoolEntry) -> None:
+        if entry not in self._entries.values():
+            raise OutOfService(503, "server_out_of_service", f"{entry.server.server_id} is gone", retry_after_s=1)
+        if not entry.serving:
+            raise OutOfService(503, "server_out_of_service", entry.out_of_service(), retry_after_s=_RETRY_PAUSED_S)
+        if not entry.breaker.allows(time.monotonic()):
+            raise OutOfService(503, "server_out_of_service", f"{entry.server.server_id} is on trial", retry_after_s=1)
+
+    def _learn(self, entry: PoolEntry, error: ModelError, on_trial: bool) -> None:
+        if error.status == 429:
+            if on_trial:
+                entry.breaker.gave_up()
+        elif 0 < error.status < 500:
+            entry.breaker.succeeded()
+        else:
+            entry.breaker.failed(time.monotonic())
+            if entry.breaker.is_open:
+                entry.trouble = f"too many calls in a row failed, the last one so: {error}"
+                log.warning("server_left_alone", server=entry.server.server_id, error=str(error))
 
     def pick(
-        self, model: str, session: str, *, training: bool, mode: str | None = None, without: Collection[str] = ()
+        self,
+        model: str,
+        session: str,
+        *,
+        training: bool,
+        mode: str | None = None,
+        without: Collection[str] = (),
+        tokens: int = 1,
     ) -> PoolEntry:
-        """The server that a session's next call goes to: its own, unless that one is overloaded.
+        """The server that a session's next call goes to: its own, unless that one has much more to do than the others.
 
-        Raises Refusal: 503 when there is none now, 400 when none could ever be used for training.
+        `model` is a served model or an alias; `tokens` the call's prompt and expected reply. Raises Refusal: 400 when
+        none could ever be used for training, OutOfService when the servers left are out of service, else 503.
         """
-        serving = [entry for entry in self._entries.values() if entry.server.model == model]
-        if not serving:
-            known = ", ".join(sorted({entry.server.model for entry in self._entries.values()})) or "none"
-            raise unavailable(f"no server for model {model!r} is registered; known models: {known}", code="no_server")
-        healthy = [entry for entry in serving if entry.healthy]
-        usable = [entry for entry in healthy if entry.trainable or not training]
-        if healthy and not usable:
-            entry = healthy[0]
-            reason = entry.probe.reason if entry.probe and entry.probe.reason else "its entry says so"
-            raise Refusal(
-                400,
-                "server_not_trainable",
-                f"model server {entry.server.server_id} cannot be used for training: {reason}",
-                hint="use a vLLM or llama.cpp server, or a run with training = false",
-            )
-        usable = [
-            entry for entry in usable if entry.server.server_id not in without and mode in (None, entry.server.mode)
+        known = [entry for entry in self._entries.values() if entry.serves(model)]
+        if not known:
+            names = ", ".join(sorted({entry.server.model for entry in self._entries.values()})) or "none"
+            raise unavailable(f"no server for model {model!r} is registered; known models: {names}", code="no_server")
+        if training:
+            _check_trainable(known)
+        now_s = time.monotonic()
+        wanted = [
+            entry
+            for entry in known
+            if (not training or entry.probe is None or entry.trainable)
+            and mode in (None, entry.server.mode)
+            and entry.server.server_id not in without
         ]
+        usable = {
+            entry.server.server_id: entry
+            for entry in wanted
+            if entry.serving and entry.healthy and entry.breaker.allows(now_s)
+        }
         if not usable:
-            trouble = "; ".join(f"{entry.server.server_id}: {entry.trouble}" for entry in serving if not entry.healthy)
-            raise unavailable(f"no server for model {model!r} is healthy: {trouble}", code="no_server")
-        return rendezvous(session, usable)
+            raise _refusal(model, known, wanted, now_s)
+        loads = {server_id: entry.tokens for server_id, entry in usable.items()}
+        return usable[rendezvous.choose(session, loads, tokens)]
+
+    async def choose(
+        self,
+        model: str,
+        session: str,
+        *,
+        training: bool,
+        mode: str | None = None,
+        without: Collection[str] = (),
+        tokens: int = 1,
+        wait_s: float = PAUSE_WAIT_S,
+    ) -> PoolEntry:
+        """What `pick` gives, after waiting up to `wait_s` while all servers left are out of service.
+
+        Raises Refusal as `pick` does.
+        """
+        refused: OutOfService | None = None
+        try:
+            async with asyncio.timeout(wait_s):
+                while True:
+                    changed = self._changed
+                    try:
+                        return self.pick(model, session, training=training, mode=mode, without=without, tokens=tokens)
+                    except OutOfService as refusal:
+                        refused = refusal
+                    await changed.wait()
+        except TimeoutError:
+            assert refused is not None
+            raise refused from None
 
 
-def rendezvous(session: str, entries: list[PoolEntry]) -> PoolEntry:
-    """Rendezvous hashing with bounded load: servers that come and go move few sessions, and none gets too much."""
-    bound = math.ceil(LOAD_BOUND * (sum(entry.outstanding for entry in entries) + 1) / len(entries))
-    ranked = sorted(entries, key=lambda entry: _weight(session, entry.server.server_id), reverse=True)
-    for entry in ranked:
-        if entry.outstanding < bound:
-            return entry
-    return min(ranked, key=lambda entry: entry.outstanding)
+def _check_trainable(known: list[PoolEntry]) -> None:
+    """Raises Refusal (400) when every server is known to be unfit for training."""
+    if any(entry.server.trainable and (entry.probe is None or entry.probe.trainable) for entry in known):
+        return
+    entry = known[0]
+    reason = entry.probe.reason if entry.probe and entry.probe.reason else "its entry says so"
+    raise Refusal(
+        400,
+        "server_not_trainable",
+        f"model server {entry.server.server_id} cannot be used for training: {reason}",
+        hint="use a vLLM, SGLang or llama.cpp server, or a run with training = false",
+    )
 
 
-def _weight(session: str, server_id: str) -> bytes:
-    return hashlib.blake2b(f"{session}\0{server_id}".encode(), digest_size=8).digest()
+def _refusal(model: str, known: list[PoolEntry], wanted: list[PoolEntry], now_s: float) -> Refusal:
+    """Why none of the servers takes a call, and when to come again."""
+    if away := [entry.out_of_service() for entry in wanted if not entry.serving]:
+        return OutOfService(
+            503,
+            "server_out_of_service",
+            f"no server for model {model!r} takes calls now: {'; '.join(away)}",
+            retry_after_s=_RETRY_PAUSED_S,
+        )
+    troubled = [entry for entry in known if not entry.healthy or entry.breaker.is_open]
+    waits_s = [entry.breaker.wait_s(now_s) for entry in troubled if entry.healthy]
+    return unavailable(
+        f"no server for model {model!r} is healthy: "
+        + "; ".join(f"{entry.server.server_id}: {entry.trouble}" for entry in troubled),
+        code="no_server",
+        retry_after_s=max(1, math.ceil(min(waits_s, default=0))),
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -19,7 +20,10 @@ _KINDS = {
 
 
 class Refusal(RollyardError):
-    """A request ends with this HTTP status and error code. `retry_after_s` asks the agent to come again."""
+    """A request ends with this HTTP status and error code. `retry_after_s` asks the agent to come again.
+
+    `facts` are numbers for protocols that word the error themselves: `limit` and `prompt_tokens` of a too long prompt.
+    """
 
     def __init__(
         self,
@@ -30,12 +34,14 @@ class Refusal(RollyardError):
         hint: str = "",
         param: str | None = None,
         retry_after_s: int | None = None,
+        facts: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__(message, hint=hint)
         self.status = status
         self.code = code
         self.param = param
         self.retry_after_s = retry_after_s
+        self.facts = dict(facts or {})
 
     def error(self) -> dict[str, Any]:
         """The body as an object: {"error": {message, type, param, code}}."""
@@ -61,6 +67,16 @@ def session_closed() -> Refusal:
     return Refusal(410, "session_closed", "this session is closed", hint="its attempt has ended; do not retry")
 
 
+def session_limit(what: str) -> Refusal:
+    """400: the session has reached one of its limits."""
+    return Refusal(
+        400,
+        "session_limit_exceeded",
+        f"this session has reached its limit: {what}",
+        hint="the task's agent settings set it; do not retry",
+    )
+
+
 def context_length_exceeded(limit: int, prompt_tokens: int) -> Refusal:
     """400 in the words that agents look for when they decide to compact."""
     return Refusal(
@@ -69,6 +85,7 @@ def context_length_exceeded(limit: int, prompt_tokens: int) -> Refusal:
         f"This model's maximum context length is {limit} tokens. However, your messages resulted in {prompt_tokens} "
         "tokens. Please reduce the length of the messages.",
         param="messages",
+        facts={"limit": limit, "prompt_tokens": prompt_tokens},
     )
 
 

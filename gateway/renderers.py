@@ -1,31 +1,87 @@
-"""Prompts in tokens mode: the tokenizer of each server, loaded once, and the next prompt of a session."""
+"""Prompts in tokens mode: the renderer of each server, loaded once, and the next prompt of a session."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from rollyard.gateway.exchange import ModelRequest
 from rollyard.gateway.sessions import KnownCall
+from rollyard.gateway.tokens.parsers import ends_in_reasoning, family_of, make_parser
 from rollyard.gateway.tokens.renderer import Renderer
+from rollyard.gateway.tokens.reply import ReplyReader
 from rollyard.gateway.tokens.template import ChatTemplate
 from rollyard.gateway.tokens.tokenizer import load_tokenizer
+from rollyard.schemas.call import Message
 from rollyard.schemas.errors import ConfigError
 from rollyard.schemas.packed import TokenIds
 
 # Below this many messages, encoding costs less than the hop to a thread.
 INLINE_MESSAGES: Final = 8
+_THINK_TAIL: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The ids to send, and why they do not continue the parent's (None: they do, or there is no parent)."""
+
+    ids: TokenIds
+    drift: str | None
+    model: ModelRenderer
+
+    def reader(self, tools: Sequence[Message] | None, stops: Sequence[str], family: str) -> ReplyReader:
+        """What reads the reply to this prompt."""
+        tokenizer = self.model.renderer.tokenizer
+        tail = tokenizer.decode(self.ids[-_THINK_TAIL:], skip_special=False)
+        parser = make_parser(family or self.model.family, tools=tools, reasoning_open=ends_in_reasoning(tail))
+        return ReplyReader(tokenizer, parser, stops, tokenizer.eos_ids)
+
+
+class ModelRenderer:
+    """Template and tokenizer of one model, and the family that its replies are written in."""
+
+    def __init__(self, renderer: Renderer, family: str) -> None:
+        self.renderer = renderer
+        self.family = family
+
+    async def next_prompt(
+        self, request: ModelRequest, parent: KnownCall | None, shared: int, drift: str | None
+    ) -> Prompt:
+        """The prompt of a request that continues `parent`, unless there is a drift. Raises ModelError."""
+        options = request.extras.get("chat_template_kwargs") or {}
+        if request.prompt is not None:
+            return Prompt(self.renderer.tokenizer.encode_rendered(request.prompt, ""), None, self)
+        if parent is not None and drift is None:
+            if not parent.exact:
+                drift = "parent_ids_unknown"
+            else:
+                suffix = self.renderer.suffix(request.messages, request.tools, shared, parent.completion_ids, options)
+                if suffix is not None:
+                    return Prompt(parent.ids() + suffix, None, self)
+                drift = "template_not_append_only"
+        return Prompt(await self._whole(request, options), drift, self)
+
+    async def count(self, request: ModelRequest) -> int:
+        """How many ids the prompt of a request has. Raises ModelError."""
+        return len(await self._whole(request, request.extras.get("chat_template_kwargs") or {}))
+
+    async def _whole(self, request: ModelRequest, options: dict[str, object]) -> TokenIds:
+        if len(request.messages) < INLINE_MESSAGES:
+            return self.renderer.prompt(request.messages, request.tools, options)
+        return await asyncio.to_thread(self.renderer.prompt, request.messages, request.tools, options)
 
 
 class Renderers:
     """Renderers by the path of their tokenizer."""
 
     def __init__(self) -> None:
-        self._renderers: dict[str, Renderer] = {}
+        self._renderers: dict[str, ModelRenderer] = {}
         self._lock = asyncio.Lock()
 
-    async def get(self, path: str) -> Renderer:
+    async def get(self, path: str) -> ModelRenderer:
         """The renderer of a tokenizer. Raises ConfigError when it cannot be loaded or has no chat template."""
         async with self._lock:
             renderer = self._renderers.get(path)
@@ -34,32 +90,10 @@ class Renderers:
             return renderer
 
 
-def _load(path: str) -> Renderer:
+def _load(path: str) -> ModelRenderer:
     tokenizer = load_tokenizer(Path(path))
     if not tokenizer.chat_template:
         raise ConfigError(f"the tokenizer {path} has no chat template", hint="put chat_template.jinja beside it")
     names = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
-    return Renderer(tokenizer, ChatTemplate(tokenizer.chat_template, tokens=names))
-
-
-async def next_prompt(
-    renderer: Renderer, request: ModelRequest, parent: KnownCall | None, shared: int, same_tools: bool
-) -> tuple[TokenIds, str | None]:
-    """The ids to send, and why they do not continue the parent's (None: they do, or there is no parent).
-
-    Raises ModelError when the messages cannot be rendered.
-    """
-    drift = None
-    if parent is not None:
-        if not parent.exact:
-            drift = "parent_ids_unknown"
-        elif not same_tools:
-            drift = "tools_changed"
-        else:
-            suffix = renderer.suffix(request.messages, request.tools, shared, parent.completion_ids)
-            if suffix is not None:
-                return parent.ids() + suffix, None
-            drift = "template_not_append_only"
-    if len(request.messages) < INLINE_MESSAGES:
-        return renderer.prompt(request.messages, request.tools), drift
-    return await asyncio.to_thread(renderer.prompt, request.messages, request.tools), drift
+    renderer = Renderer(tokenizer, ChatTemplate(tokenizer.chat_template, tokens=names))
+    return ModelRenderer(renderer, family_of(tokenizer.chat_template, tokenizer.specials))

@@ -14,9 +14,9 @@ NEUTRAL: Final[dict[str, Any]] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, 
 
 
 def effective(
-    asked: dict[str, Any], grant: SessionGrant, messages: Sequence[Message], tokens_left: int | None
+    asked: dict[str, Any], grant: SessionGrant, messages: Sequence[Message], tokens_left: int | None, choice: int = 0
 ) -> dict[str, Any]:
-    """The parameters of one call. `tokens_left` is what the session may still sample."""
+    """The parameters of one call, one of n choices. `tokens_left` is what the session may still sample."""
     wanted = grant.sampling
     own = {name: value for name in NEUTRAL if (value := getattr(wanted, name)) is not None}
     params = NEUTRAL | asked | own
@@ -29,7 +29,7 @@ def effective(
     if stop:
         params["stop"] = stop
     if wanted.seed is not None:
-        params["seed"] = call_seed(wanted.seed, grant.rollout_id, turn(messages))
+        params["seed"] = call_seed(wanted.seed, grant.rollout_id, turn(messages), choice)
     return params
 
 
@@ -38,6 +38,7 @@ def turn(messages: Sequence[Message]) -> int:
     return sum(message.get("role") == "assistant" for message in messages)
 
 
-def call_seed(seed: int, rollout_id: str, turn: int) -> int:
-    """The seed of one call, 31 bits: a retry gets the same, every rollout and turn another."""
-    return int(digest(str(seed), rollout_id, str(turn), chars=8), 16) & 0x7FFF_FFFF
+def call_seed(seed: int, rollout_id: str, turn: int, choice: int = 0) -> int:
+    """The seed of one call, 31 bits: a retry gets the same, every rollout, turn and choice another."""
+    which = f"{turn}.{choice}" if choice else str(turn)
+    return int(digest(str(seed), rollout_id, which, chars=8), 16) & 0x7FFF_FFFF

@@ -1,8 +1,10 @@
 """A model server that says what a script says: `rollyard scripted-llm SCRIPT`.
 
-For tests and demonstrations in which an agent must succeed, be refused, wait, or lose its connection. It speaks
-OpenAI's chat completions as vLLM does, with real token ids of a real tokenizer and made-up logprobs, in vLLM's fields
-(`return_token_ids`, `logprobs`, `kv_transfer_params.prompt_token_ids`). An answer is a function of the request alone.
+For tests and demonstrations in which an agent must succeed, be refused, wait, or lose its connection. It speaks the
+API of vLLM (/v1/chat/completions, /v1/completions) or of SGLang (/generate, /v1/chat/completions), with real token ids
+of a real tokenizer and made-up logprobs, in the fields of those servers; and the endpoints by which a trainer pauses
+them and changes their weights. An answer is a function of the request alone: a prompt of ids is read as ChatML, and a
+reply in it that was broken off is gone on with.
 
 A script is a JSON file. Only `conversations` and their `turns` are required; unknown keys are errors.
 
@@ -13,15 +15,19 @@ A script is a JSON file. Only `conversations` and their `turns` are required; un
       "chat_template": "model",       the tokenizer's own, or "chatml_tools" when the conversation has tool calls
       "max_model_len": 32768,         longer prompts are refused, longer replies cut
       "tokens_per_chunk": 1,          in a stream
-      "conversations": [              the first whose `match` is a part of the first user message is played
+      "flavour": "vllm",              or "sglang": whose API it speaks
+      "conversations": [              the first whose `match` is a part of a user message is played
         {
           "match": "README",          "" matches everything
           "turns": [                  turn = number of assistant messages in the request; the last turn repeats
             {
-              "content": "I look.",   {prompt} is the last user message, {last} the last message, {turn} its number;
-                                      filled in here and in tool arguments
+              "reasoning": "Hm.",     thought before the content, sampled in <think> tags
+              "content": "I look.",   {prompt} is the last user message, {last} the last message, {last.id} the string
+                                      `id` in it if it is a JSON object, {turn} the number of the turn; filled in
+                                      here and in tool arguments
               "tool_calls": [{"name": "bash", "arguments": {"command": "ls"}}],
-              "finish_reason": null,  else stop, tool_calls; length and abort end without an end-of-turn id
+              "finish_reason": null,  else stop, tool_calls; length and abort end without an end-of-turn id;
+                                      who goes on with an aborted reply gets that id
               "delay_s": 0.5,         before the first byte
               "chunk_delay_s": 0.01,  before each chunk of a stream
               "fail_status": 503,     answer with this HTTP status,
@@ -33,7 +39,7 @@ A script is a JSON file. Only `conversations` and their `turns` are required; un
       ]
     }
 
-"The same request" has the same body, whatever its x-request-id. The journal holds a JSON line for each request, written
+"The same request" has the same body, whatever its request id. The journal holds a JSON line for each request, written
 before the reply is complete: request_id (from x-request-id), turn, status (ok, failed, broken, aborted), http_status,
 prompt_token_ids, token_ids and logprobs as far as they were given out.
 """
@@ -56,10 +62,14 @@ from rollyard.gateway.scripted.journal import Journal, open_journal
 from rollyard.gateway.scripted.policy import ScriptedPolicy
 from rollyard.gateway.scripted.script import Script, load_script
 from rollyard.gateway.scripted.server import ScriptedServer
+from rollyard.gateway.scripted.sglang_api import SglangApi
+from rollyard.gateway.scripted.vllm_api import VllmApi
 from rollyard.gateway.tokens.renderer import Renderer
 from rollyard.gateway.tokens.template import ChatTemplate
 from rollyard.gateway.tokens.tokenizer import TextTokenizer, load_tokenizer
 from rollyard.schemas.errors import ConfigError, RollyardError, SetupError
+
+_MAX_BODY_BYTES = 64 << 20
 
 
 def build_app(script: Script, tokenizer: TextTokenizer, journal: Journal | None = None) -> web.Application:
@@ -71,7 +81,11 @@ def build_app(script: Script, tokenizer: TextTokenizer, journal: Journal | None 
             hint='put "chat_template": "chatml_tools" in the script, or give a folder with tokenizer_config.json',
         )
     template = ChatTemplate(source, tokens={"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token})
-    return ScriptedServer(ScriptedPolicy(script, Renderer(tokenizer, template)), journal or Journal()).app()
+    server = ScriptedServer(ScriptedPolicy(script, Renderer(tokenizer, template)), journal or Journal())
+    api = SglangApi(server) if script.flavour == "sglang" else VllmApi(server)
+    app = web.Application(client_max_size=_MAX_BODY_BYTES)
+    api.add_routes(app.router)
+    return app
 
 
 @asynccontextmanager

@@ -15,12 +15,15 @@ from prometheus_client import CollectorRegistry
 
 from rollyard.gateway.app import AccessLog, make_app
 from rollyard.gateway.calls import Gateway
+from rollyard.gateway.desk import PoolDesk
 from rollyard.gateway.engines import engines
+from rollyard.gateway.engines.control import controls
 from rollyard.gateway.engines.upstream import http_client
 from rollyard.gateway.history import Canonical
 from rollyard.gateway.lease import GatewayLease
 from rollyard.gateway.logguard import LogGuard
 from rollyard.gateway.metrics import GatewayMetrics
+from rollyard.gateway.models import RunModels
 from rollyard.gateway.pool import ServerPool
 from rollyard.gateway.recorder import Recorder
 from rollyard.gateway.renderers import Renderers
@@ -63,18 +66,21 @@ async def gateway_service(
     async with http_client() as client, recorder.running(settings.flush_s):
         kinds = engines(client)
         canonical = Canonical(settings.canonical_off)
+        pool = ServerPool(bus, kinds)
         gateway = Gateway(
             bus=bus,
             incarnation=incarnation,
             settings=settings,
             engines=kinds,
-            pool=ServerPool(bus, kinds),
+            pool=pool,
+            desk=PoolDesk(bus, incarnation, pool, controls(client)),
             sessions=Sessions(canonical, settings.cache_max_bytes),
             canonical=canonical,
             recorder=recorder,
             renderers=Renderers(),
             guard=LogGuard(bus, metrics, settings.full_at),
             metrics=metrics,
+            run_models=RunModels(bus),
         )
         async with _background(gateway, settings), _listening(gateway, settings) as url:
             public_url = settings.public_url or url
@@ -103,6 +109,7 @@ def settings_of(config: Config) -> GatewaySettings:
     """The part of the configuration that a gateway needs. Raises ConfigError when there is no secret."""
     return GatewaySettings(
         secret=config.secret(),
+        admin_token=config.admin_token(),
         host=config.gateway.host,
         port=config.gateway.port,
         public_url=config.gateway.url.rstrip("/"),
@@ -118,6 +125,8 @@ async def _background(gateway: Gateway, settings: GatewaySettings) -> AsyncItera
             tasks = [
                 group.create_task(gateway.closed.run()),
                 group.create_task(gateway.pool.run()),
+                group.create_task(gateway.run_models.run()),
+                group.create_task(gateway.desk.run()),
                 group.create_task(gateway.guard.run(settings.poll_s)),
                 group.create_task(_housekeep(gateway)),
             ]
@@ -160,6 +169,8 @@ async def _listening(gateway: Gateway, settings: GatewaySettings) -> AsyncIterat
         # A request whose client is gone is cancelled, and with it the call at the model server.
         handler_cancellation=True,
         access_log_class=AccessLog,
+        max_line_size=settings.max_header_bytes,
+        max_field_size=settings.max_header_bytes,
         shutdown_timeout=settings.drain_s,
     )
     await runner.setup()

@@ -5,20 +5,22 @@ something. Any gateway can serve any session.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Final
 
 import structlog
 
-from rollyard.gateway.history import ROOT, Canonical, longest, tools_digest
+from rollyard.gateway.history import KNOWN_BY_CALL_IDS, ROOT, Canonical, call_ids, fold, longest, settings_digest
 from rollyard.gateway.keys import SessionGrant
-from rollyard.gateway.refusal import Refusal
+from rollyard.gateway.refusal import session_limit
 from rollyard.pipeline.bus import Bus
 from rollyard.pipeline.codec import decode
 from rollyard.schemas import subjects
-from rollyard.schemas.call import CallEnd, CallEvent, CallIntent
+from rollyard.schemas.call import AgentIds, CallEnd, CallEvent, CallIntent, Message
 from rollyard.schemas.errors import BusError
 from rollyard.schemas.packed import TokenIds
 
@@ -28,19 +30,26 @@ CATCH_UP_TRIES: Final = 5
 _CALL_BYTES: Final = 1000
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KnownCall:
-    """A call whose end is in the log. Holds only the ids that its parent's ids do not."""
+    """A call whose end is in the log. Holds only what its parent does not.
+
+    `chains` are the chain after each of its own messages and after its reply; `walk` counts the records behind `ids`.
+    """
 
     call_id: str
     parent: KnownCall | None
-    chain: bytes
-    tools: bytes
-    shared_ids: int
+    shared_messages: int = 0
+    chains: tuple[bytes, ...] = ()
+    settings: bytes = ROOT
+    shared_ids: int = 0
     prompt_ids: TokenIds
     completion_ids: TokenIds
     exact: bool
     seq: int
+    usage_tokens: int = 0
+    turn: int = 1
+    walk: int = 1
 
     def ids(self) -> TokenIds:
         """Prompt and sampled ids, whole."""
@@ -54,6 +63,29 @@ class KnownCall:
             del whole[step.shared_ids * TokenIds.itemsize :]
             whole += step.prompt_ids.data + step.completion_ids.data
         return TokenIds(bytes(whole))
+
+    @property
+    def length(self) -> int:
+        """Messages of the conversation, the reply included."""
+        return self.shared_messages + len(self.chains)
+
+    def chain(self, count: int) -> bytes:
+        """The chain after the first `count` messages."""
+        call: KnownCall = self
+        while count <= call.shared_messages and count and call.parent is not None:
+            call = call.parent
+        return call.chains[count - call.shared_messages - 1] if count else ROOT
+
+    def shared_with(self, chains: Sequence[bytes]) -> int:
+        """How many leading messages a request has in common with this conversation."""
+        low, high = 0, min(len(chains), self.length)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.chain(middle) == chains[middle - 1]:
+                low = middle
+            else:
+                high = middle - 1
+        return low
 
 
 class Session:
@@ -71,23 +103,57 @@ class Session:
         self._ended: set[str] = set()
         self._calls: dict[str, KnownCall] = {}
         self._by_chain: dict[bytes, KnownCall] = {}
+        self._by_reply: dict[bytes, KnownCall] = {}
+        self._by_call_ids: dict[tuple[str, ...], bytes] = {}
+        self._continued: set[str] = set()
+        self._asked: dict[bytes, tuple[int, str]] = {}
         self._spent_calls = 0
         self._spent_tokens = 0
+
+    def digests(self, messages: Sequence[Message]) -> list[bytes]:
+        """A digest of each message: its canonical form, or the reply that was sent with its tool-call ids."""
+        digests = self._canonical.digests(messages)
+        if not self._canonical.knows_by_call_ids or not self._by_call_ids:
+            return digests
+        for index, message in enumerate(messages):
+            sent = self._by_call_ids.get(call_ids(message)) if message.get("tool_calls") else None
+            if sent is not None and sent != digests[index]:
+                self._canonical.counts[KNOWN_BY_CALL_IDS] += 1
+                digests[index] = sent
+        return digests
 
     def match(self, chains: Sequence[bytes]) -> tuple[KnownCall | None, int]:
         """The call that a request continues, and how many of its messages that covers."""
         return longest(chains, self._by_chain)
 
+    def nearest(self, digests: Sequence[bytes], chains: Sequence[bytes]) -> tuple[KnownCall | None, int]:
+        """For a request that continues none: the call whose reply stands last in it, and the messages they share.
+
+        That is what a rewritten history still is a later turn of. `digests` are those of the messages.
+        """
+        for digest in reversed(digests):
+            found = self._by_reply.get(digest)
+            if found is not None:
+                return found, found.shared_with(chains)
+        return None, 0
+
+    def superseded_by(self, asked: bytes) -> str | None:
+        """The call that asked the same before and that nothing continues: the agent never had its reply."""
+        _, call_id = self._asked.get(asked, (0, None))
+        return call_id if call_id not in self._continued else None
+
     def tokens_left(self, grant: SessionGrant) -> int | None:
         """What may still be sampled. Raises Refusal when a limit of the grant is reached."""
         calls = self._spent_calls + self.in_flight
+        if grant.expires_ms is not None and time.time() * 1000 >= grant.expires_ms:
+            raise session_limit("wall time")
         if grant.max_calls is not None and calls >= grant.max_calls:
-            raise _exceeded("max_calls", grant.max_calls)
+            raise session_limit(f"max_calls={grant.max_calls}")
         if grant.max_tokens is None:
             return None
         left = grant.max_tokens - self._spent_tokens
         if left <= 0:
-            raise _exceeded("max_tokens", grant.max_tokens)
+            raise session_limit(f"max_tokens={grant.max_tokens}")
         return left
 
     def add(self, intent: CallIntent, end: CallEnd, seq: int) -> None:
@@ -99,30 +165,60 @@ class Session:
         if end.status in ("ok", "aborted"):
             self._spent_calls += 1
             self._spent_tokens += max(end.usage.completion_tokens, len(end.completion_ids))
-        if end.status != "ok" or end.reply is None:
-            return
         parent = self._calls.get(intent.parent) if intent.parent is not None else None
         if intent.parent is not None and parent is None:
             log.warning("call_without_its_parent", call_id=intent.call_id, parent=intent.parent)
             return
-        inherits = parent is not None and intent.tools is None
-        call = KnownCall(
-            call_id=intent.call_id,
-            parent=parent,
-            chain=self._canonical.fold(parent.chain if parent else ROOT, [*intent.messages, end.reply])[-1],
-            tools=parent.tools if parent and inherits else tools_digest(intent.tools),
-            shared_ids=end.shared_prompt_ids,
-            prompt_ids=end.prompt_ids,
-            completion_ids=end.completion_ids,
-            exact=bool(end.completion_ids),
-            seq=seq,
-        )
-        self.size_bytes += len(call.prompt_ids.data) + len(call.completion_ids.data)
+        if intent.parent is not None:
+            self._continued.add(intent.parent)
+        base = parent.chain(intent.shared_messages) if parent else ROOT
+        chains = fold(base, self.digests(intent.messages))
+        settings = settings_digest(intent.tools, intent.template)
+        if parent is not None and intent.tools is None:
+            settings = parent.settings
+        asked = asked_digest(chains[-1] if chains else base, settings, intent.agent)
+        if self._asked.get(asked, (0, ""))[0] < seq:
+            self._asked[asked] = (seq, intent.call_id)
+        if end.status == "ok" and end.reply is not None:
+            (reply,) = self._canonical.digests([end.reply])
+            if ids := call_ids(end.reply):
+                self._by_call_ids[ids] = reply
+            chains += fold(chains[-1] if chains else base, [reply])
+            self._know(_known(intent, end, parent, chains=tuple(chains), settings=settings, seq=seq), reply)
+
+    def _know(self, call: KnownCall, reply: bytes) -> None:
+        self.size_bytes += len(call.prompt_ids.data) + len(call.completion_ids.data) + 64 * len(call.chains)
         self._calls[call.call_id] = call
         # Of several calls with one history and one reply, the latest is the one that the agent goes on from.
-        standing = self._by_chain.get(call.chain)
-        if standing is None or standing.seq < seq:
-            self._by_chain[call.chain] = call
+        for known, key in ((self._by_chain, call.chains[-1]), (self._by_reply, reply)):
+            standing = known.get(key)
+            if standing is None or standing.seq < call.seq:
+                known[key] = call
+
+    async def conversation(self, bus: Bus, call_id: str) -> list[Message] | None:
+        """The messages of a call and its reply, read from the log; None when the log has no such call that is ok.
+
+        Raises BusError.
+        """
+        intents: dict[str, CallIntent] = {}
+        replies: dict[str, Message] = {}
+        async for stored in bus.read(subjects.LOG, self.subject):
+            event: CallIntent | CallEnd = decode(stored.data, CallEvent)
+            if event.attempt != self._attempt:
+                continue
+            if isinstance(event, CallIntent):
+                intents.setdefault(event.call_id, bus.contents.put_back(event))
+            elif event.status == "ok" and event.reply is not None:
+                replies.setdefault(event.call_id, event.reply)
+        if call_id not in intents or call_id not in replies:
+            return None
+        path = [intents[call_id]]
+        while (parent := path[-1].parent) is not None and path[-1].shared_messages:
+            path.append(intents[parent])
+        messages: list[Message] = []
+        for step in reversed(path):
+            messages = [*messages[: step.shared_messages], *step.messages, replies[step.call_id]]
+        return messages
 
     async def catch_up(self, bus: Bus) -> None:
         """Read what the log holds of this session beyond what is known. Raises BusError."""
@@ -145,7 +241,7 @@ class Session:
         async for stored in bus.read(subjects.LOG, self.subject, start_seq=start, until_seq=until):
             event: CallIntent | CallEnd = decode(stored.data, CallEvent)
             if event.attempt == self._attempt:
-                self._take(event, stored.seq)
+                self._take(bus.contents.put_back(event) if isinstance(event, CallIntent) else event, stored.seq)
             self._good_for = stored.seq
         if self._good_for < until:
             raise BusError(f"the server that answered has {self.subject} up to {self._good_for}, not yet {until}")
@@ -157,6 +253,27 @@ class Session:
         intent = self._intents.pop(event.call_id, None)
         if intent is not None:
             self.add(intent, event, seq)
+
+
+def _known(
+    intent: CallIntent, end: CallEnd, parent: KnownCall | None, *, chains: tuple[bytes, ...], settings: bytes, seq: int
+) -> KnownCall:
+    inherits = parent is not None and bool(intent.shared_messages or end.shared_prompt_ids)
+    return KnownCall(
+        call_id=intent.call_id,
+        parent=parent,
+        shared_messages=intent.shared_messages,
+        chains=chains,
+        settings=settings,
+        shared_ids=end.shared_prompt_ids,
+        prompt_ids=end.prompt_ids,
+        completion_ids=end.completion_ids,
+        exact=bool(end.completion_ids),
+        seq=seq,
+        usage_tokens=end.usage.prompt_tokens + end.usage.completion_tokens,
+        turn=parent.turn + 1 if parent else 1,
+        walk=parent.walk + 1 if parent and inherits else 1,
+    )
 
 
 class Sessions:
@@ -193,10 +310,7 @@ class Sessions:
                 held -= self._sessions.pop(key).size_bytes
 
 
-def _exceeded(what: str, limit: int) -> Refusal:
-    return Refusal(
-        400,
-        "session_limit_exceeded",
-        f"this session has reached its limit {what}={limit}",
-        hint="the task's agent settings set it; do not retry",
-    )
+def asked_digest(chain: bytes, settings: bytes, agent: AgentIds) -> bytes:
+    """What makes two requests the same, streamed or not: conversation, settings, and who within the agent asks."""
+    who = f"{agent.thread}\0{agent.sub_agent}".encode()
+    return blake2b(chain + settings + who, digest_size=16).digest()

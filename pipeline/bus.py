@@ -22,6 +22,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from rollyard.pipeline.blobs import BlobStore
+from rollyard.pipeline.contents import Contents
 from rollyard.pipeline.inflight import ByteBudget
 from rollyard.pipeline.jetstream import (
     NOT_FOUND,
@@ -59,6 +60,7 @@ class Bus:
     def __init__(self, client: Client, blobs: BlobStore | None) -> None:
         self.client = client
         self.blobs = blobs
+        self.contents = Contents(blobs)
         self.closed = asyncio.Event()
         self.on_reconnect: set[Callable[[], None]] = set()
         self._closing = False

@@ -27,6 +27,7 @@ from rollyard.pipeline.bus import Bus
 from rollyard.pipeline.codec import decode, encode
 from rollyard.pipeline.datafolder import find_config
 from rollyard.pipeline.kv import Bucket
+from rollyard.pipeline.pool_client import PoolClient, check_version
 from rollyard.pipeline.progress import RunStatus, run_status
 from rollyard.pipeline.reader import AckMode, Reader
 from rollyard.pipeline.results import GroupBatch
@@ -34,7 +35,7 @@ from rollyard.pipeline.single_error import single_error
 from rollyard.pipeline.taskfile import Check, TaskFile, check_tasks, decode_task, read_task_file
 from rollyard.schemas import subjects
 from rollyard.schemas.errors import BlobError, BusError, ConfigError, Conflict, TaskError, WaitTimeout
-from rollyard.schemas.fleet import Cancel, DeadLetter, LlmServer, PolicyVersion, Run
+from rollyard.schemas.fleet import Cancel, DeadLetter, PolicyVersion, Run
 from rollyard.schemas.sample import Delivery, Sample
 from rollyard.schemas.task import Task, TaskProgress
 
@@ -94,11 +95,11 @@ async def connect(
             await client.close_readers()
 
 
-class Client:
+class Client(PoolClient):
     """A trainer's view of one run. Make one with `connect`."""
 
     def __init__(self, bus: Bus, run: str, *, ack_wait_s: float = ACK_WAIT_S, training: bool = True) -> None:
-        self.bus = bus
+        super().__init__(bus)
         self.run = run
         self._ack_wait_s = ack_wait_s
         self._training = training
@@ -227,26 +228,25 @@ class Client:
 
     # --- the run ---
 
-    async def set_server_version(self, server_id: str, version: int) -> None:
-        """Say which weights a model server of the pool serves from now on: tokens bear this version.
+    async def set_models(self, models: Mapping[str, str]) -> None:
+        """Which served model an agent of this run gets that asks for a name, or for one of a pattern: {"*haiku*": "m"}.
 
-        Raises ConfigError for a server that is not in the pool.
+        For all others it is the model of the task. Holds for new calls, in place of what was set before.
         """
-        pool = Bucket[LlmServer](self.bus, subjects.LLM_SERVERS, LlmServer)
+        await self._announce()
+        runs, key = Bucket[Run](self.bus, subjects.RUNS, Run), subjects.token(self.run)
         while True:
-            standing = await pool.get(subjects.token(server_id))
-            if standing is None:
-                raise ConfigError(f"no server {server_id!r} is in the pool", hint="`rollyard llm ls` lists them")
-            entry = structs.replace(standing[0], policy_version=_version(version))
+            standing = await runs.get(key)
+            assert standing is not None
             with suppress(Conflict):
-                await pool.update(subjects.token(server_id), entry, standing[1])
+                await runs.update(key, structs.replace(standing[0], models=dict(models)), standing[1])
                 return
 
     async def publish_policy_version(self, version: int, *, force: bool = False) -> None:
         """Announce the trainer's newest weights. Raises Conflict for one below the announced one, unless `force`."""
         bucket = Bucket[PolicyVersion](self.bus, subjects.POLICY, PolicyVersion)
         key = subjects.token(self.run)
-        announced = PolicyVersion(run=self.run, version=_version(version), at_ms=_now_ms())
+        announced = PolicyVersion(run=self.run, version=check_version(version), at_ms=_now_ms())
         while True:
             standing = await bucket.get(key)
             if standing is not None and version < standing[0].version and not force:
@@ -342,12 +342,6 @@ def _check_name(run: str) -> None:
         subjects.token(run)
     except ValueError as error:
         raise ConfigError(f"run: {error}", hint="name the run with run='...'") from None
-
-
-def _version(version: int) -> int:
-    if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < 2**31:
-        raise ConfigError(f"a policy version is an integer from 0 to 2^31-1, not {version!r}", hint="count updates")
-    return version
 
 
 def _now_ms() -> int:

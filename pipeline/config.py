@@ -50,6 +50,12 @@ class GatewayConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         "ROLLYARD_SECRET"
     )
     secret_file: Annotated[str, Meta(description="file that holds it; empty: `secret` in the data folder")] = ""
+    admin_token_env: Annotated[str, Meta(description="variable that holds the token of the endpoints under /admin")] = (
+        "ROLLYARD_ADMIN_TOKEN"
+    )
+    admin_token_file: Annotated[
+        str, Meta(description="file that holds it; empty: `admin-token` in the data folder; no such file: they are off")
+    ] = ""
 
     def address(self) -> str:
         """Base URL that agents are given, without a slash at the end."""
@@ -142,14 +148,36 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             f"set the variable {self.gateway.secret_env}, or [gateway] secret_file; `rollyard up` makes one by itself"
         )
         try:
-            secret = path.read_bytes().strip()
+            return _long_enough(path.read_bytes(), f"the secret in {path}", hint)
         except OSError as error:
             raise ConfigError(
                 f"there is no secret to sign session keys with: {path}: {error.strerror}", hint=hint
             ) from error
-        if len(secret) < 16:
-            raise ConfigError(f"the secret in {path} is shorter than 16 bytes", hint=hint)
-        return secret
+
+    def admin_token(self, env: Mapping[str, str] = os.environ) -> bytes:
+        """The token of the admin endpoints: from the environment, else from its file; empty: there is none.
+
+        Raises ConfigError for a file that is named and cannot be read, and for a token that is too short.
+        """
+        hint = f"set the variable {self.gateway.admin_token_env}, or [gateway] admin_token_file"
+        if value := env.get(self.gateway.admin_token_env, ""):
+            return _long_enough(value.encode(), f"the admin token in {self.gateway.admin_token_env}", hint)
+        named = self.gateway.admin_token_file
+        path = Path(named) if named else self.data_dir() / "admin-token"
+        try:
+            return _long_enough(path.read_bytes(), f"the admin token in {path}", hint)
+        except FileNotFoundError:
+            if not named:
+                return b""
+            raise ConfigError(f"there is no file {path} with the admin token", hint=hint) from None
+        except OSError as error:
+            raise ConfigError(f"the admin token in {path} cannot be read: {error.strerror}", hint=hint) from error
+
+
+def _long_enough(given: bytes, what: str, hint: str) -> bytes:
+    if len(secret := given.strip()) < 16:
+        raise ConfigError(f"{what} is shorter than 16 bytes", hint=hint)
+    return secret
 
 
 SECTIONS: dict[str, type[Struct]] = {

@@ -39,7 +39,7 @@ def find_config(
 
 
 class DataFolder:
-    """What is in the folder `root`: nats/, blobs/, sandboxes/, samples/, logs/, secret, version, state.json."""
+    """What is in the folder `root`: nats/, blobs/, sandboxes/, samples/, logs/, secret, admin-token, version, ..."""
 
     def __init__(self, root: Path) -> None:
         self.root = root.absolute()
@@ -48,6 +48,7 @@ class DataFolder:
         self.config = self.root / "config.toml"
         self.state = self.root / "state.json"
         self.secret = self.root / "secret"
+        self.admin_token = self.root / "admin-token"
         self.version = self.root / "version"
         self.lock = self.root / "lock"
 
@@ -59,8 +60,9 @@ class DataFolder:
                 folder.mkdir(parents=True, exist_ok=True)
             if not self.version.exists():
                 self.version.write_text(f"{VERSION}\n")
-            if not self.secret.exists():
-                self._make_secret()
+            for secret in (self.secret, self.admin_token):
+                if not secret.exists():
+                    self._make_secret(secret)
         except OSError as error:
             raise SetupError(
                 f"the data folder {self.root} cannot be written: {error.strerror}", hint="choose another with --data"
@@ -84,16 +86,16 @@ class DataFolder:
                 hint="update Rollyard, or choose another folder with --data",
             )
 
-    def _make_secret(self) -> None:
+    def _make_secret(self, path: Path) -> None:
         # Written aside and linked, so that a reader never sees half a secret and two writers agree on one.
-        aside = self.root / f".secret-{os.getpid()}"
+        aside = self.root / f".{path.name}-{os.getpid()}"
         descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as file:
             file.write(secrets.token_hex(32) + "\n")
             file.flush()
             os.fsync(file.fileno())
         try:
-            os.link(aside, self.secret)
+            os.link(aside, path)
         except FileExistsError:
             pass
         finally:

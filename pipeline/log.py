@@ -9,10 +9,11 @@ from typing import Any, Final
 
 from rollyard.pipeline.bus import Bus
 from rollyard.pipeline.codec import decode
+from rollyard.pipeline.contents import Contents
 from rollyard.pipeline.jetstream import Stored
 from rollyard.pipeline.single_error import single_error
 from rollyard.schemas import subjects
-from rollyard.schemas.call import CallEvent
+from rollyard.schemas.call import CallEvent, CallIntent
 from rollyard.schemas.errors import BusError, DecodeError
 from rollyard.schemas.rollout import RolloutEvent
 from rollyard.schemas.sample import Commit
@@ -23,8 +24,8 @@ Events = list[tuple[int, LogEvent]]
 _KINDS: Final[dict[str, Any]] = {"call": CallEvent, "life": RolloutEvent, "commit": Commit}
 
 
-def decode_event(stored: Stored) -> LogEvent:
-    """The event in a message of the LOG. Raises DecodeError, which names subject and sequence."""
+def decode_event(stored: Stored, contents: Contents) -> LogEvent:
+    """The event in a message of the LOG, whole. Raises DecodeError, which names subject and sequence, or BlobError."""
     kind = _KINDS.get(stored.subject.rpartition(".")[2])
     if kind is None:
         raise DecodeError(f"{stored.subject} at {stored.seq} of LOG is of no kind that this release knows")
@@ -32,7 +33,7 @@ def decode_event(stored: Stored) -> LogEvent:
         event: LogEvent = decode(stored.data, kind)
     except DecodeError as error:
         raise DecodeError(f"{stored.subject} at {stored.seq} of LOG: {error.message}", hint=error.hint) from error
-    return event
+    return contents.put_back(event) if isinstance(event, CallIntent) else event
 
 
 async def read_rollout(
@@ -47,7 +48,7 @@ async def read_rollout(
     # One read a kind: under a wildcard the server walks the log, by the whole subject it looks it up (measured: 16x).
     async def read(kind: str) -> Events:
         subject = subjects.log_subject(run, rollout_id, kind)
-        return [(stored.seq, decode_event(stored)) async for stored in bus.read(subjects.LOG, subject)]
+        return [(stored.seq, decode_event(stored, bus.contents)) async for stored in bus.read(subjects.LOG, subject)]
 
     with single_error():
         async with asyncio.TaskGroup() as group:
@@ -64,12 +65,13 @@ class RolloutLog:
     """The events of one rollout as they are stored, up to its commit; decoded when asked for."""
 
     rollout_id: str
+    contents: Contents
     stored: list[Stored] = field(default_factory=list)
     committed: bool = False
 
     def events(self) -> Events:
         """The events in log order, the commit included. Raises DecodeError."""
-        return [(stored.seq, decode_event(stored)) for stored in self.stored]
+        return [(stored.seq, decode_event(stored, self.contents)) for stored in self.stored]
 
 
 async def rollouts_of(bus: Bus, run: str, *, until_seq: int | None = None) -> AsyncIterator[RolloutLog]:
@@ -84,7 +86,7 @@ async def rollouts_of(bus: Bus, run: str, *, until_seq: int | None = None) -> As
         _, _, rollout_id, kind = stored.subject.split(".")
         if rollout_id in committed:
             continue
-        rollout = in_flight.setdefault(rollout_id, RolloutLog(rollout_id))
+        rollout = in_flight.setdefault(rollout_id, RolloutLog(rollout_id, bus.contents))
         rollout.stored.append(stored)
         if kind == "commit":
             rollout.committed = True

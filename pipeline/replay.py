@@ -101,7 +101,7 @@ def _compare(rollout: RolloutLog, rebuild: Rebuild) -> tuple[int, list[Mismatch]
     """How many samples the commit names, and what is wrong with them."""
     committed: dict[str, str] = {}
     try:
-        commit = decode_event(rollout.stored[-1])
+        commit = decode_event(rollout.stored[-1], rollout.contents)
         assert isinstance(commit, Commit)
         committed = {each.sample_id: each.digest for each in commit.samples}
         rebuilt = {sample.sample_id: sample_digest(sample) for sample in rebuild(rollout.events(), commit)}

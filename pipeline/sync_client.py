@@ -14,17 +14,20 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
 from rollyard.pipeline.client import ACK_WAIT_S, Client, SubmitReport, Tasks, connect
+from rollyard.pipeline.pool_client import TIMEOUT_S
 from rollyard.pipeline.progress import RunStatus
 from rollyard.pipeline.reader import AckMode, Reader
 from rollyard.pipeline.results import GroupBatch
 from rollyard.pipeline.taskfile import Check
 from rollyard.schemas.errors import BusError, RollyardError
+from rollyard.schemas.fleet import LlmServer
 from rollyard.schemas.sample import Delivery, Sample
+from rollyard.schemas.weights import WeightReport
 
 T = TypeVar("T")
 
@@ -148,9 +151,45 @@ class SyncClient:
         """Complete groups, without end."""
         return SyncReader(self, self._client.groups(durable=durable, ack=ack))
 
+    def servers(self) -> list[LlmServer]:
+        """Every model server of the pool."""
+        return self.call(self._client.servers())
+
+    def add_server(self, server: LlmServer | None = None, **fields: Any) -> None:
+        """Add a model server, or replace its entry."""
+        self.call(self._client.add_server(server, **fields))
+
+    def remove_server(self, server_id: str) -> None:
+        """Take a model server out of the pool."""
+        self.call(self._client.remove_server(server_id))
+
+    def pause_server(self, server_id: str) -> None:
+        """Send no new calls to a model server."""
+        self.call(self._client.pause_server(server_id))
+
+    def drain_server(self, server_id: str, *, timeout_s: float = TIMEOUT_S) -> None:
+        """The same, and wait until no call runs there."""
+        self.call(self._client.drain_server(server_id, timeout_s=timeout_s))
+
+    def resume_server(self, server_id: str) -> None:
+        """Send calls to a model server again."""
+        self.call(self._client.resume_server(server_id))
+
+    def swap_server(self, old_id: str, server: LlmServer, *, timeout_s: float = TIMEOUT_S) -> None:
+        """Put a new model server in the place of another."""
+        self.call(self._client.swap_server(old_id, server, timeout_s=timeout_s))
+
     def set_server_version(self, server_id: str, version: int) -> None:
         """Say which weights a model server of the pool serves from now on."""
         self.call(self._client.set_server_version(server_id, version))
+
+    def update_weights(self, version: int, **settings: Any) -> WeightReport:
+        """Have model servers serve other weights; the settings are those of `Client.update_weights`."""
+        return self.call(self._client.update_weights(version, **settings))
+
+    def set_models(self, models: Mapping[str, str]) -> None:
+        """Which served model agents get that ask for certain names."""
+        self.call(self._client.set_models(models))
 
     def publish_policy_version(self, version: int, *, force: bool = False) -> None:
         """Announce the trainer's newest weights."""

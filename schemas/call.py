@@ -54,6 +54,7 @@ class CallIntent(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="int
     ] = 0
     messages: Annotated[list[Message], Meta(description="the messages after those, OpenAI Chat form")] = []
     tools: Annotated[list[Message] | None, Meta(description="tool definitions; null: the parent's")] = None
+    template: Annotated[dict[str, Any], Meta(description="options of the chat template, with `tools`")] = {}
     prompt: Annotated[str | None, Meta(description="bare text to continue, in place of messages")] = None
     contents: Annotated[
         dict[str, str],
@@ -72,6 +73,7 @@ class Usage(Struct, frozen=True, kw_only=True, omit_defaults=True):
     prompt_tokens: Tokens = 0
     completion_tokens: Tokens = 0
     cached_tokens: Tokens = 0
+    reasoning_tokens: Annotated[Tokens, Meta(description="of the completion; 0 also where nobody counts them")] = 0
 
 
 class CallTimings(Struct, frozen=True, kw_only=True, omit_defaults=True):

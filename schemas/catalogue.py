@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from rollyard.schemas import call, failure, fleet, packed, rollout, sample, task
+from rollyard.schemas import call, failure, fleet, packed, rollout, sample, task, weights
 from rollyard.schemas.errors import ConfigError
 
 RECORDS: dict[str, type] = {
@@ -33,6 +33,10 @@ RECORDS: dict[str, type] = {
         fleet.ClosedSession,
         fleet.DeadLetter,
         fleet.Run,
+        weights.WeightUpdate,
+        weights.WeightProgress,
+        weights.WeightReport,
+        weights.PoolView,
     )
 }
 

@@ -38,6 +38,8 @@ class LlmServer(Struct, frozen=True, kw_only=True, omit_defaults=True):
     state: Annotated[
         Literal["serving", "paused", "draining", "swapping"], Meta(description="set by weight updates")
     ] = "serving"
+    update: Annotated[str, Meta(description="weight update that has it out of service; empty: none")] = ""
+    note: Annotated[str, Meta(description="why it is out of service, for people")] = ""
     api_key_env: Annotated[str, Meta(description="environment variable of the gateway that holds the key")] = ""
     policy_version: Annotated[int | None, Meta(description="weights it serves; null: not known")] = None
     max_context: Annotated[int, Meta(description="tokens of prompt and reply together; 0: not known")] = 0
@@ -84,6 +86,10 @@ class Run(Struct, frozen=True, kw_only=True, omit_defaults=True):
     run: RunName
     created_ms: UnixMs = 0
     training: Annotated[bool, Meta(description="refuse servers that return no token ids")] = True
+    models: Annotated[
+        dict[str, str],
+        Meta(description="served model by the name that agents ask for, or a pattern such as *haiku*"),
+    ] = {}
     schema_version: SchemaVersion = SCHEMA_VERSION
 
 

@@ -30,6 +30,9 @@ GATEWAYS: Final = "gateways"
 NODES: Final = "nodes"
 BUCKETS: Final = (RUNS, TASK_BUCKET, ROLLOUTS, SESSIONS, POLICY, CANCEL, LLM_SERVERS, GATEWAYS, NODES)
 
+WEIGHTS_SUBJECT: Final = "gateway.weights"
+"""Where gateways, as one queue group, take weight updates: a plain request with many replies, stored nowhere."""
+
 
 def digest(*parts: str | bytes, chars: int = 24) -> str:
     """A hex digest of `parts`, kept apart by their lengths, `chars` long."""
@@ -95,6 +98,11 @@ def group_subject(run: str, group_id: str) -> str:
 def dead_subject(stage: str, run: str) -> str:
     """Where a message that cannot be worked on is kept."""
     return f"dead.{stage}.{token(run)}"
+
+
+def gateway_pool_subject(incarnation: str) -> str:
+    """Where one gateway answers what it sees of the pool of model servers: plain request and reply, stored nowhere."""
+    return f"gateway.{token(incarnation)}.pool"
 
 
 def rollout_key(run: str, rollout: str) -> str:

@@ -292,7 +292,7 @@ def _sample(
     trained = [call for call, is_trained in zip(trajectory.calls, trajectory.trained, strict=True) if is_trained]
     ends = [call.end for call in trained if call.end is not None]
     kinds = {end.logprob_kind for end in ends}
-    newest = max(_version(end) for end in ends)
+    newest = max(_newest_version(end) for end in ends)
     mask, logprobs, versions = _columns(trajectory)
     identity = (commit.rollout_id, str(commit.attempt), str(branch), STITCHER_VERSION, str(newest))
     return Sample(
@@ -338,12 +338,25 @@ def _columns(trajectory: Trajectory) -> tuple[LossMask, Logprobs, Versions]:
         mask += (bytes(gap), (b"\1" if trained else b"\0") * size)
         # A trained id without a logprob is NaN: a number that is made up would pass for a real one.
         logprobs += (bytes(4 * gap), (call.end.logprobs.data or _NAN * size) if trained else bytes(4 * size))
-        versions += (unknown * gap, _version(call.end).to_bytes(4, "little", signed=True) * size)
+        versions += (unknown * gap, _versions(call.end, size))
         done += gap + size
     return LossMask(b"".join(mask)), Logprobs(b"".join(logprobs)), Versions(b"".join(versions))
 
 
-def _version(end: CallEnd) -> int:
-    """The version at dispatch: of a call that saw an update it is the one that none of its ids is older than."""
-    version = end.policy_version
+def _versions(end: CallEnd, size: int) -> bytes:
+    """The version of each sampled id: of its span, where the call has spans, else the one at dispatch.
+
+    Of a call that saw an update and has no spans, that is the version that none of its ids is older than.
+    """
+    versions = np.full(size, _version(end.policy_version), dtype="<i4")
+    for span in end.version_spans:
+        versions[span.start : span.end] = _version(span.policy_version)
+    return versions.tobytes()
+
+
+def _newest_version(end: CallEnd) -> int:
+    return max([_version(end.policy_version), *(_version(span.policy_version) for span in end.version_spans)])
+
+
+def _version(version: int | None) -> int:
     return version if version is not None and 0 <= version < 1 << 31 else _UNKNOWN_VERSION

@@ -1,29 +1,27 @@
-"""Servers that take OpenAI Chat Completions and tokenise themselves: the request, and their stream read.
+"""Servers that take OpenAI Chat Completions and tokenise themselves: the request, and the events of their stream.
 
-Shared by the vLLM and the generic OpenAI adapter, which differ in what they ask for and believe.
+Shared by vLLM, SGLang and the generic OpenAI adapter, which differ in what they ask for and believe.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Any, Final
 
-import aiohttp
 import msgspec
 from msgspec import Raw, Struct
 
-from rollyard.gateway.engines.engine import EngineChunk, EngineRequest, headers
-from rollyard.gateway.engines.upstream import parse_ids, post_stream, raise_event_error
+from rollyard.gateway.engines.engine import EngineChunk, EngineRequest
+from rollyard.gateway.engines.numbers import pack_logprobs, parse_ids
+from rollyard.gateway.engines.upstream import raise_event_error, read_event
 from rollyard.schemas.call import Usage
 from rollyard.schemas.errors import ModelError
 from rollyard.schemas.packed import Logprobs, TokenIds
 
-_NULL: Final = Raw(b"null")
+NULL: Final = Raw(b"null")
 
 
 class _Token(Struct, frozen=True):
-    logprob: float | None = None
+    logprob: Any = None
 
 
 class _Logprobs(Struct, frozen=True):
@@ -38,26 +36,45 @@ class _Delta(Struct, frozen=True):
 
 
 class _Choice(Struct, frozen=True):
-    delta: _Delta = _Delta()
-    token_ids: Raw = _NULL
+    delta: _Delta | None = None
+    token_ids: Raw = NULL
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
+    stop_reason: Any = None
+    matched_stop: Any = None
 
 
 class _Details(Struct, frozen=True):
     cached_tokens: int | None = None
 
 
-class _Usage(Struct, frozen=True):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
+class UsageBlock(Struct, frozen=True):
+    """`usage` of OpenAI's streams."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
     prompt_tokens_details: _Details | None = None
+
+    def usage(self) -> Usage:
+        """As our record has it."""
+        details = self.prompt_tokens_details or _Details()
+        return Usage(
+            prompt_tokens=self.prompt_tokens or 0,
+            completion_tokens=self.completion_tokens or 0,
+            cached_tokens=details.cached_tokens or 0,
+        )
+
+
+class _SglExt(Struct, frozen=True):
+    input_ids: Raw = NULL
+    output_ids: list[Raw] | None = None
 
 
 class _Chunk(Struct, frozen=True):
-    choices: list[_Choice] = []
-    usage: _Usage | None = None
-    prompt_token_ids: Raw = _NULL
+    choices: list[_Choice] | None = None
+    usage: UsageBlock | None = None
+    prompt_token_ids: Raw = NULL
+    sglext: _SglExt | None = None
     error: Any = None
 
 
@@ -66,11 +83,10 @@ _decode: Final = msgspec.json.Decoder(_Chunk).decode
 
 def chat_body(request: EngineRequest, params: dict[str, Any]) -> dict[str, Any]:
     """The body of a chat completion that streams and reports its usage."""
-    server = request.server
     body: dict[str, Any] = {
         **request.extras,
         **params,
-        "model": server.upstream_model or server.model,
+        "model": upstream_model(request),
         "messages": request.messages,
         "stream": True,
         "stream_options": {"include_usage": True},
@@ -80,75 +96,66 @@ def chat_body(request: EngineRequest, params: dict[str, Any]) -> dict[str, Any]:
     return body
 
 
-async def chat_chunks(
-    client: aiohttp.ClientSession, request: EngineRequest, body: dict[str, Any], *, with_ids: bool
-) -> AsyncGenerator[EngineChunk, None]:
-    """Send `body` and read the stream. Ids and logprobs are only read `with_ids`. Raises ModelError."""
-    url = f"{request.server.url}/v1/chat/completions"
-    ended = False
-    stream = post_stream(client, url, body, headers(request.server, request.call_id))
-    async with aclosing(stream) as events:
-        async for event in events:
-            try:
-                chunk = _decode(event)
-            except msgspec.MsgspecError as error:
-                raise ModelError(f"{url} sent an event that cannot be read: {error}") from error
-            raise_event_error(chunk.error, url)
-            piece = _engine_chunk(chunk, with_ids)
-            if piece.finish_reason == "abort":
-                raise ModelError(f"{url} aborted the call", hint="its weights were being changed", retryable=True)
-            ended = ended or piece.finish_reason is not None
-            yield piece
-    if not ended:
-        raise ModelError(f"{url} broke off its reply", retryable=True)
+def upstream_model(request: EngineRequest) -> str:
+    """The name by which the server knows its model."""
+    return request.server.upstream_model or request.server.model
 
 
-def _engine_chunk(chunk: _Chunk, with_ids: bool) -> EngineChunk:
-    choice = chunk.choices[0] if chunk.choices else _Choice()
-    ids = prompt_ids = logprobs = fault = None
-    if with_ids:
-        try:
-            prompt_ids, ids = parse_ids(chunk.prompt_token_ids), parse_ids(choice.token_ids)
-        except ValueError as error:
-            fault = f"the server returned ids that are none: {error}"
-        logprobs = _logprobs(choice)
-    usage = None
-    if chunk.usage is not None:
-        details = chunk.usage.prompt_tokens_details or _Details()
-        usage = Usage(
-            prompt_tokens=chunk.usage.prompt_tokens,
-            completion_tokens=chunk.usage.completion_tokens,
-            cached_tokens=details.cached_tokens or 0,
+class ChatReader:
+    """Reads the events of one chat completion from `url`. Ids and logprobs are only believed `with_ids`."""
+
+    def __init__(self, url: str, *, with_ids: bool, constrained: str | None = None) -> None:
+        self._url = url
+        self._with_ids = with_ids
+        self._constrained = constrained
+
+    def read(self, event: bytes) -> EngineChunk:
+        """What an event adds. Raises ModelError."""
+        chunk = read_event(_decode, event, self._url)
+        raise_event_error(chunk.error, self._url)
+        choice = chunk.choices[0] if chunk.choices else _Choice()
+        if choice.finish_reason == "abort":
+            raise aborted(self._url)
+        delta = choice.delta or _Delta()
+        ids, prompt_ids, fault = self._ids(chunk, choice)
+        return EngineChunk(
+            text=delta.content or "",
+            reasoning=delta.reasoning_content or delta.reasoning or "",
+            tool_calls=delta.tool_calls or [],
+            token_ids=ids,
+            logprobs=self._logprobs(choice),
+            prompt_ids=prompt_ids,
+            finish_reason=choice.finish_reason,
+            stop_string=stop_string(choice.stop_reason, choice.matched_stop),
+            usage=chunk.usage.usage() if chunk.usage is not None else None,
+            fault=fault,
+            constrained=self._constrained,
         )
-    delta = choice.delta
-    return EngineChunk(
-        text=delta.content or "",
-        reasoning=delta.reasoning_content or delta.reasoning or "",
-        tool_calls=delta.tool_calls or [],
-        token_ids=ids,
-        logprobs=logprobs,
-        prompt_ids=prompt_ids,
-        finish_reason=choice.finish_reason,
-        usage=usage,
-        fault=fault,
-    )
+
+    def _ids(self, chunk: _Chunk, choice: _Choice) -> tuple[TokenIds | None, TokenIds | None, str | None]:
+        if not self._with_ids:
+            return None, None, None
+        extension = chunk.sglext or _SglExt()
+        try:
+            ids = parse_ids(choice.token_ids)
+            if extension.output_ids:
+                ids = parse_ids(extension.output_ids[0])
+            prompt_ids = parse_ids(chunk.prompt_token_ids)
+            return ids, parse_ids(extension.input_ids) if prompt_ids is None else prompt_ids, None
+        except ValueError as error:
+            return None, None, f"the server returned ids that are none: {error}"
+
+    def _logprobs(self, choice: _Choice) -> Logprobs | None:
+        if not self._with_ids or choice.logprobs is None or choice.logprobs.content is None:
+            return None
+        return pack_logprobs(token.logprob for token in choice.logprobs.content)
 
 
-def _logprobs(choice: _Choice) -> Logprobs | None:
-    if choice.logprobs is None or choice.logprobs.content is None:
-        return None
-    values = (float("nan") if token.logprob is None else token.logprob for token in choice.logprobs.content)
-    return Logprobs.of(values)
+def aborted(url: str) -> ModelError:
+    """A reply that was ended by the server's operator, where it cannot be continued."""
+    return ModelError(f"{url} aborted the call", hint="its weights were being changed", retryable=True)
 
 
-async def probe_tokens(
-    chunks: AsyncGenerator[EngineChunk, None],
-) -> tuple[TokenIds, TokenIds, Logprobs]:
-    """All prompt ids, sampled ids and logprobs of a probe's reply."""
-    prompt, ids, logprobs = TokenIds(), TokenIds(), Logprobs()
-    async with aclosing(chunks):
-        async for chunk in chunks:
-            prompt += chunk.prompt_ids or TokenIds()
-            ids += chunk.token_ids or TokenIds()
-            logprobs += chunk.logprobs or Logprobs()
-    return prompt, ids, logprobs
+def stop_string(*reasons: Any) -> str | None:
+    """The first reason that is a text. Servers give the id instead where a token ended the reply."""
+    return next((reason for reason in reasons if isinstance(reason, str)), None)

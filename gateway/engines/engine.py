@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncGenerator
-from typing import Annotated, Any, ClassVar, Protocol
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from msgspec import Meta, Struct
 
@@ -13,23 +13,33 @@ from rollyard.schemas.errors import ModelError
 from rollyard.schemas.fleet import LlmServer
 from rollyard.schemas.packed import Logprobs, TokenIds
 
+LogprobKind = Literal["raw", "processed", "unknown"]
+
 
 class EngineRequest(Struct, frozen=True, kw_only=True):
-    """One dispatch of a call. With `prompt_ids` (tokens mode) these are the prompt, whatever the messages say."""
+    """One dispatch of a call. With `prompt_ids` (tokens mode) these are the prompt, whatever the messages say.
+
+    With `prompt` in place of messages, a bare text is continued (capture mode).
+    """
 
     call_id: Annotated[str, Meta(description="sent as x-request-id")]
     server: LlmServer
     params: Annotated[dict[str, Any], Meta(description="sampling parameters, see gateway/sampling.py")] = {}
     messages: list[Message] = []
     tools: list[Message] | None = None
-    extras: dict[str, Any] = {}
+    extras: Annotated[dict[str, Any], Meta(description="tool_choice, response_format and the like")] = {}
     prompt_ids: TokenIds | None = None
+    prompt: str | None = None
 
 
 class EngineChunk(Struct, frozen=True, kw_only=True):
-    """A piece of a reply, as servers stream it."""
+    """A piece of a reply, as servers stream it.
 
-    text: str = ""
+    `finish_reason` is stop, length, tool_calls or content_filter; in tokens mode also `abort`: the server was stopped
+    in mid-reply, and prompt and sampled ids can be continued.
+    """
+
+    text: Annotated[str, Meta(description="by the server; in tokens mode what counts is the ids")] = ""
     reasoning: str = ""
     tool_calls: Annotated[list[dict[str, Any]], Meta(description="deltas in OpenAI's form, by `index`")] = []
     token_ids: Annotated[TokenIds | None, Meta(description="ids sampled in this piece")] = None
@@ -38,8 +48,12 @@ class EngineChunk(Struct, frozen=True, kw_only=True):
         None
     )
     finish_reason: str | None = None
+    stop_string: Annotated[str | None, Meta(description="stop string that ended the reply")] = None
     usage: Usage | None = None
     fault: Annotated[str | None, Meta(description="why the ids of this reply are not exact")] = None
+    constrained: Annotated[
+        str | None, Meta(description="why exact ids have logprobs of another distribution than they came from")
+    ] = None
     policy_version: Annotated[int | None, Meta(description="as the server itself reports it")] = None
 
 
@@ -49,6 +63,8 @@ class Probe(Struct, frozen=True, kw_only=True):
     trainable: Annotated[bool, Meta(description="returns the exact ids of what it sampled, with logprobs")]
     reason: Annotated[str, Meta(description="why it is not trainable")] = ""
     engine: Annotated[str, Meta(description="kind and version")] = ""
+    version: Annotated[str, Meta(description="of the engine; empty: not known")] = ""
+    logprob_kind: Annotated[LogprobKind, Meta(description="what its logprobs mean, see engines/probe.py")] = "unknown"
     vocab_size: Annotated[int, Meta(description="0: not known")] = 0
     max_context: Annotated[int, Meta(description="tokens of prompt and reply together; 0: not known")] = 0
 
@@ -67,7 +83,14 @@ class Engine(Protocol):
         ...
 
     async def probe(self, server: LlmServer) -> Probe:
-        """Ask for one token. Raises ModelError when the server is not healthy."""
+        """Ask for a few tokens. Raises ModelError when the server is not healthy."""
+        ...
+
+    async def count(self, server: LlmServer, messages: list[Message], tools: list[Message] | None = None) -> int | None:
+        """Tokens of a conversation and the generation prompt, by the server's own template and tokenizer.
+
+        None where the server cannot tell. Raises ModelError.
+        """
         ...
 
 

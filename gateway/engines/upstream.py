@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import asynccontextmanager
-from typing import Any, Final
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, Final, TypeVar
 
 import aiohttp
 import msgspec
-import numpy as np
 
+from rollyard.gateway.engines.engine import EngineChunk
+from rollyard.gateway.engines.numbers import without_nan
+from rollyard.gateway.engines.sse import EventReader
 from rollyard.schemas.errors import ModelError, PromptTooLong
-from rollyard.schemas.packed import TokenIds
+
+T = TypeVar("T")
 
 CONNECT_TIMEOUT_S: Final = 5.0
 SILENCE_TIMEOUT_S: Final = 600.0
 STALE_CONNECTION_TRIES: Final = 3
 MAX_ERROR_BYTES: Final = 64 * 1024
 _TOO_LONG: Final = frozenset({"exceed_context_size_error", "context_length_exceeded"})
+_TOO_LONG_WORDS: Final = ("maximum context length", "model's context length")
+_NO_STREAM: Final = frozenset({"application/json", "text/html"})
+_STREAM_FIELDS: Final = (b"data:", b"event:", b"id:", b"retry:", b":")
 _RETRYABLE: Final = frozenset({408, 429, 500, 502, 503, 504})
 
 
@@ -36,28 +42,105 @@ async def post_stream(
 ) -> AsyncGenerator[bytes, None]:
     """POST JSON and yield the data of each server-sent event, without `[DONE]`. Raises ModelError."""
     data = msgspec.json.encode(body)
-    headers = {**headers, "Content-Type": "application/json"}
+    headers = {**headers, "Content-Type": "application/json", "Accept": "text/event-stream"}
     try:
         async with await _begin(client, url, data, headers) as response:
             if response.status != 200:
                 raise _refused(url, response.status, await response.content.read(MAX_ERROR_BYTES))
-            async for event in events(response.content):
+            if response.content_type in _NO_STREAM:
+                raise _no_stream(url, await response.content.read(MAX_ERROR_BYTES))
+            async for event in _events(url, response.content):
                 yield event
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         raise _broken(url, error) from error
 
 
+async def _events(url: str, content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    reader = EventReader()
+    head: bytes | None = b""
+    async for block in content.iter_any():
+        try:
+            found = reader.feed(block)
+        except ValueError as error:
+            raise ModelError(f"{url}: {error}", hint="is this a model server?") from error
+        for event in found:
+            yield event
+        if reader.done:
+            return
+        if head is not None:
+            head = None if found else (head + block)[:MAX_ERROR_BYTES]
+    if head and not head.lstrip().startswith(_STREAM_FIELDS):
+        raise _no_stream(url, head)
+
+
+async def post_chunks(
+    client: aiohttp.ClientSession,
+    url: str,
+    body: Any,
+    headers: Mapping[str, str],
+    read: Callable[[bytes], EngineChunk],
+) -> AsyncGenerator[EngineChunk, None]:
+    """POST and yield what `read` makes of each event, until one has ended the reply. Raises ModelError."""
+    ended = False
+    async with aclosing(post_stream(client, url, body, headers)) as events:
+        async for event in events:
+            chunk = read(event)
+            ended = ended or chunk.finish_reason is not None
+            yield chunk
+    if not ended:
+        raise ModelError(f"{url} broke off its reply", retryable=True)
+
+
+def read_event(decode: Callable[[bytes], T], event: bytes, url: str) -> T:
+    """An event decoded, its NaNs as null. Raises ModelError when it cannot be read."""
+    try:
+        try:
+            return decode(event)
+        except msgspec.DecodeError:
+            return decode(without_nan(event))
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ModelError(
+            f"{url} sent an event that cannot be read: {error}: {event[:200]!r}",
+            hint="does the server speak the protocol that `engine` of its entry says?",
+        ) from error
+
+
 async def _begin(
-    client: aiohttp.ClientSession, url: str, data: bytes, headers: Mapping[str, str]
+    client: aiohttp.ClientSession,
+    url: str,
+    data: bytes,
+    headers: Mapping[str, str],
+    *,
+    silence_s: float = SILENCE_TIMEOUT_S,
 ) -> aiohttp.ClientResponse:
     """POST and wait for the status. A kept connection that the server was just closing is no reason to fail."""
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=silence_s)
     for left in reversed(range(STALE_CONNECTION_TRIES)):
         try:
-            return await client.post(url, data=data, headers=headers)
+            return await client.post(url, data=data, headers=headers, timeout=timeout)
         except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
             if not left or isinstance(error, aiohttp.ClientConnectorError):
                 raise
     raise AssertionError("unreachable")
+
+
+async def post_json(
+    client: aiohttp.ClientSession, url: str, body: Any, headers: Mapping[str, str], *, timeout_s: float
+) -> Any:
+    """POST JSON and return the JSON that comes, or None where there is none. Raises ModelError."""
+    data = b"" if body is None else msgspec.json.encode(body)
+    headers = {**headers, "Content-Type": "application/json"}
+    try:
+        async with asyncio.timeout(timeout_s):
+            async with await _begin(client, url, data, headers, silence_s=timeout_s) as response:
+                answer = await response.read()
+                if response.status != 200:
+                    raise _refused(url, response.status, answer)
+                return msgspec.json.decode(answer) if answer else None
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        raise _broken(url, error) from error
 
 
 async def get_json(client: aiohttp.ClientSession, url: str, headers: Mapping[str, str] | None = None) -> Any:
@@ -70,45 +153,10 @@ async def get_json(client: aiohttp.ClientSession, url: str, headers: Mapping[str
             if response.status != 200:
                 raise _refused(url, response.status, body)
             return msgspec.json.decode(body) if body else {}
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         return {}
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         raise _broken(url, error) from error
-
-
-async def events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """The data of each event. A line may be megabytes long, which aiohttp's own readline refuses."""
-    parts: list[bytes] = []
-    async for block in content.iter_any():
-        *lines, rest = block.split(b"\n")
-        if not lines:
-            parts.append(rest)
-            continue
-        lines[0] = b"".join([*parts, lines[0]])
-        parts = [rest]
-        for line in lines:
-            field, _, data = line.strip().partition(b":")
-            data = data.lstrip()
-            if data == b"[DONE]":
-                return
-            if data and field in (b"data", b"error"):
-                yield data
-
-
-def parse_ids(raw: msgspec.Raw) -> TokenIds | None:
-    """A JSON list of ids as packed ids, without a Python int for each; None for null.
-
-    Raises ValueError when an id does not fit 32 bits.
-    """
-    text = bytes(raw).strip()
-    if text in (b"", b"null"):
-        return None
-    if text == b"[]":
-        return TokenIds()
-    ids = np.fromstring(text[1:-1].decode(), dtype=np.int64, sep=",")
-    if ids.min() < 0 or ids.max() > 0xFFFF_FFFF:
-        raise ValueError("an id is not between 0 and 2^32")
-    return TokenIds(ids.astype("<u4").tobytes())
 
 
 def raise_event_error(error: Any, url: str) -> None:
@@ -134,9 +182,16 @@ def _refused(url: str, status: int, body: bytes) -> ModelError:
             text = str(error.get("message", text))
             kind = str(error.get("type") or error.get("code") or "")
     message = f"{url} answered {status}: {text[:1000]}"
-    if status == 400 and (kind in _TOO_LONG or "maximum context length" in text):
+    if status == 400 and (kind in _TOO_LONG or any(words in text for words in _TOO_LONG_WORDS)):
         return PromptTooLong(message, status=status)
     return ModelError(message, status=status, retryable=status in _RETRYABLE)
+
+
+def _no_stream(url: str, body: bytes) -> ModelError:
+    return ModelError(
+        f"{url} answered with something else than a stream of events: {body.decode(errors='replace')[:1000]}",
+        hint="is there a proxy between, or a server that cannot stream?",
+    )
 
 
 def _broken(url: str, error: Exception) -> ModelError:

@@ -2,67 +2,36 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
-from msgspec import Struct
 
 from rollyard.gateway.exchange import Delta, Finished, ModelRequest, Started, Update, Waiting
+from rollyard.gateway.protocols import openai
+from rollyard.gateway.protocols.body import decode_body
+from rollyard.gateway.protocols.chat_messages import read_messages
+from rollyard.gateway.protocols.chat_tools import Offer, read_offer, written_calls
 from rollyard.gateway.refusal import Refusal
 from rollyard.schemas.call import Message, WireProtocol
 
-_SAMPLING: Final = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-)
-_EXTRAS: Final = (
-    "tool_choice",
-    "parallel_tool_calls",
-    "response_format",
-    "reasoning_effort",
-    "chat_template_kwargs",
-)
+_EXTRAS: Final = ("response_format", "reasoning_effort", "chat_template_kwargs")
 
 
-class _StreamOptions(Struct, frozen=True):
-    include_usage: bool | None = None
-
-
-class _Body(Struct, frozen=True):
+class _Body(openai.CompletionFields, frozen=True, kw_only=True):
     messages: list[Message]
-    model: str = ""
     tools: list[Message] | None = None
-    stream: bool | None = None
-    stream_options: _StreamOptions | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    stop: str | list[str] | None = None
-    n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    response_format: Any = None
-    reasoning_effort: Any = None
+    functions: list[Message] | None = None
+    function_call: Any = None
+    response_format: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-
-
-_decode: Final = msgspec.json.Decoder(_Body, strict=False).decode
+    metadata: Any = None
+    user: Any = None
+    prompt_cache_key: Any = None
 
 
 class ChatProtocol:
@@ -72,43 +41,47 @@ class ChatProtocol:
     path = "/v1/chat/completions"
 
     def parse(self, body: bytes, headers: Mapping[str, str]) -> ModelRequest:
-        """Read a request body; unknown fields are left out. Raises Refusal (400)."""
-        try:
-            parsed = _decode(body)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise Refusal(400, "invalid_request", f"the request body is not acceptable: {error}") from error
-        _check(parsed)
-        params = {name: value for name in _SAMPLING if (value := getattr(parsed, name)) is not None}
-        limit = parsed.max_completion_tokens if parsed.max_completion_tokens is not None else parsed.max_tokens
-        if limit is not None:
-            params["max_tokens"] = limit
-        if parsed.stop:
-            params["stop"] = [parsed.stop] if isinstance(parsed.stop, str) else parsed.stop
+        """See Protocol."""
+        parsed = decode_body(body, _Body)
+        read_messages(parsed.messages)
+        offer = read_offer(
+            parsed.tools, parsed.tool_choice, parsed.parallel_tool_calls, parsed.functions, parsed.function_call
+        )
+        extras = {name: value for name in _EXTRAS if (value := getattr(parsed, name)) is not None}
         return ModelRequest(
             protocol="chat",
-            model=parsed.model,
+            model=parsed.model or "",
             messages=parsed.messages,
-            tools=parsed.tools or None,
-            params=params,
-            extras={name: value for name in _EXTRAS if (value := getattr(parsed, name)) is not None},
+            tools=offer.tools,
+            params=parsed.params(),
+            extras=offer.extras | extras,
+            n=parsed.choices(),
             stream=bool(parsed.stream),
-            include_usage=bool(parsed.stream_options and parsed.stream_options.include_usage),
+            include_usage=parsed.wants_usage(),
+            context=_context(parsed, offer),
         )
 
     def reply(self, request: ModelRequest, finished: Sequence[Finished]) -> bytes:
-        """The body of a reply that is not streamed."""
+        """See Protocol."""
+        finished = sorted(finished, key=lambda each: each.choice)
         first = finished[0]
+        choices = [
+            {
+                "index": each.choice,
+                "message": _message(request, each.reply),
+                "finish_reason": _reason(request, each),
+                "logprobs": None,
+            }
+            for each in finished
+        ]
         return msgspec.json.encode(
             {
                 "id": f"chatcmpl-{first.call_id}",
                 "object": "chat.completion",
                 "created": first.created,
                 "model": request.model,
-                "choices": [
-                    {"index": each.choice, "message": each.reply, "finish_reason": each.finish_reason, "logprobs": None}
-                    for each in finished
-                ],
-                "usage": _usage(finished),
+                "choices": choices,
+                "usage": openai.usage(finished),
             }
         )
 
@@ -118,7 +91,7 @@ class ChatProtocol:
 
     def refuse(self, refusal: Refusal) -> tuple[int, bytes]:
         """See Protocol."""
-        return refusal.status, refusal.body()
+        return openai.refuse(refusal)
 
 
 class ChatStream:
@@ -127,6 +100,8 @@ class ChatStream:
     def __init__(self, request: ModelRequest) -> None:
         self._request = request
         self._id = ""
+        self._begun: set[int] = set()
+        self._sent: defaultdict[tuple[int, str], int] = defaultdict(int)
         self._finished: list[Finished] = []
 
     def events(self, update: Update) -> bytes:
@@ -136,40 +111,57 @@ class ChatStream:
             case Waiting():
                 return self.ping()
             case Started():
-                return self._chunk(update, {"role": "assistant", "content": ""})
+                return self._begin(update)
             case Delta():
-                delta = {"content": update.text} if update.text else {}
-                if update.reasoning:
-                    delta["reasoning_content"] = update.reasoning
-                return self._chunk(update, delta)
+                return self._begin(update) + self._piece(update, update.text, update.reasoning)
             case Finished():
-                return self._end(update)
+                return self._begin(update) + self._end(update)
 
     def ping(self) -> bytes:
         """See ReplyStream."""
-        return b": ping\n\n"
+        return openai.PING
 
     def error(self, refusal: Refusal) -> bytes:
         """See ReplyStream."""
-        return _event(refusal.error())
+        return openai.event(openai.error(refusal))
+
+    def _begin(self, update: Update) -> bytes:
+        if update.choice in self._begun:
+            return b""
+        self._begun.add(update.choice)
+        return self._chunk(update, {"role": "assistant", "content": ""})
+
+    def _piece(self, update: Update, text: str, reasoning: str) -> bytes:
+        if not text and not reasoning:
+            return b""
+        self._sent[update.choice, "content"] += len(text)
+        self._sent[update.choice, "reasoning_content"] += len(reasoning)
+        delta: dict[str, Any] = {"content": text} if text else {}
+        return self._chunk(update, delta | _reasoning(reasoning))
 
     def _end(self, finished: Finished) -> bytes:
         self._finished.append(finished)
-        parts = []
-        calls = finished.reply.get("tool_calls")
-        if calls:
+        message = _message(self._request, finished.reply)
+        text, reasoning = (
+            (message.get(key) or "")[self._sent[finished.choice, key] :] for key in ("content", "reasoning_content")
+        )
+        parts = [self._piece(finished, text, reasoning)]
+        if calls := message.get("tool_calls"):
             deltas = [{"index": index, **call} for index, call in enumerate(calls)]
             parts.append(self._chunk(finished, {"tool_calls": deltas}))
-        parts.append(self._chunk(finished, {}, finished.finish_reason))
+        parts += [
+            self._chunk(finished, {key: message[key]}) for key in ("function_call", "refusal") if message.get(key)
+        ]
+        parts.append(self._chunk(finished, {}, _reason(self._request, finished)))
         if len(self._finished) == self._request.n:
             if self._request.include_usage:
-                parts.append(_event(self._body(finished, [], usage=_usage(self._finished))))
-            parts.append(b"data: [DONE]\n\n")
+                parts.append(openai.event(self._body(finished, [], usage=openai.usage(self._finished))))
+            parts.append(openai.DONE)
         return b"".join(parts)
 
     def _chunk(self, update: Update, delta: dict[str, Any], finish_reason: str | None = None) -> bytes:
         choice = {"index": update.choice, "delta": delta, "finish_reason": finish_reason}
-        return _event(self._body(update, [choice]))
+        return openai.event(self._body(update, [choice]))
 
     def _body(self, update: Update, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         return {
@@ -182,35 +174,35 @@ class ChatStream:
         }
 
 
-def _check(parsed: _Body) -> None:
-    if not parsed.messages:
-        raise Refusal(400, "invalid_request", "`messages` is empty", param="messages")
-    for index, message in enumerate(parsed.messages):
-        if not isinstance(message.get("role"), str):
-            raise Refusal(400, "invalid_request", f"messages[{index}] has no role", param=f"messages[{index}].role")
-    if parsed.n not in (None, 1):
-        raise Refusal(
-            400,
-            "unsupported_value",
-            f"n={parsed.n} is not supported",
-            hint="send one request for each reply",
-            param="n",
-        )
-    limit = parsed.max_completion_tokens if parsed.max_completion_tokens is not None else parsed.max_tokens
-    if limit is not None and limit < 1:
-        raise Refusal(400, "invalid_request", f"max_tokens is {limit}, it must be at least 1", param="max_tokens")
+def _context(parsed: _Body, offer: Offer) -> dict[str, Any]:
+    metadata = dict(parsed.metadata) if isinstance(parsed.metadata, dict) else {}
+    metadata |= {name: value for name in ("user", "prompt_cache_key") if (value := getattr(parsed, name)) is not None}
+    context = {"metadata": metadata, "custom_tools": offer.custom, "functions": offer.legacy}
+    return {name: value for name, value in context.items() if value}
 
 
-def _event(value: Any) -> bytes:
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+def _message(request: ModelRequest, reply: Message) -> Message:
+    """A reply in the form that the client speaks."""
+    message = {"role": "assistant", "content": None, "refusal": None, **reply}
+    message |= _reasoning(message.get("reasoning_content"))
+    calls = message.get("tool_calls")
+    if not calls:
+        message.pop("tool_calls", None)
+    elif request.context.get("functions"):
+        # The old form has room for one call; parallel calls were not allowed.
+        del message["tool_calls"]
+        message["function_call"] = calls[0]["function"]
+    else:
+        message["tool_calls"] = written_calls(calls, request.context.get("custom_tools", ()))
+    return message
 
 
-def _usage(finished: Sequence[Finished]) -> dict[str, Any]:
-    prompt = finished[0].usage.prompt_tokens
-    completion = sum(each.usage.completion_tokens for each in finished)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": finished[0].usage.cached_tokens},
-    }
+def _reasoning(text: str | None) -> dict[str, str]:
+    """Under both names that clients look for. Those that know both take one of them."""
+    return {"reasoning_content": text, "reasoning": text} if text else {}
+
+
+def _reason(request: ModelRequest, finished: Finished) -> str:
+    if finished.finish_reason == "tool_calls" and request.context.get("functions"):
+        return "function_call"
+    return finished.finish_reason

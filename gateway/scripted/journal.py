@@ -14,7 +14,10 @@ from rollyard.schemas.errors import ConfigError
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """One request. `status`: ok, failed (an HTTP error), broken (cut as the script says) or aborted (by the client)."""
+    """One request. `status`: ok, failed (an HTTP error), broken (cut as the script says) or aborted.
+
+    Who aborted it is its client, or the operator, who paused the server. `token_ids` are those that were given out.
+    """
 
     request_id: str
     turn: int

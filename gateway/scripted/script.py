@@ -25,6 +25,7 @@ class Turn(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One reply, and how well the server behaves while giving it."""
 
     content: Annotated[str, Meta(description="text; {prompt}, {last} and {turn} are filled in")] = ""
+    reasoning: Annotated[str, Meta(description="thought before the content, in <think> tags")] = ""
     tool_calls: tuple[ScriptedToolCall, ...] = ()
     finish_reason: Annotated[FinishReason | None, Meta(description="null: stop or tool_calls, as fits")] = None
     delay_s: Annotated[Delay, Meta(description="wait before the first byte")] = 0.0
@@ -40,7 +41,7 @@ class Conversation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """The replies of one conversation. The last one is repeated for ever."""
 
     turns: Annotated[tuple[Turn, ...], Meta(min_length=1)]
-    match: Annotated[str, Meta(description="part of the first user message; empty: any")] = ""
+    match: Annotated[str, Meta(description="part of a user message; empty: any")] = ""
 
 
 class Script(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -52,6 +53,7 @@ class Script(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     chat_template: Annotated[
         Literal["model", "chatml_tools"], Meta(description="the model's own, or ChatML with Hermes tool calls")
     ] = "model"
+    flavour: Annotated[Literal["vllm", "sglang"], Meta(description="whose API it speaks")] = "vllm"
     max_model_len: Annotated[int, Meta(ge=1, description="tokens of prompt and reply together")] = 32_768
     tokens_per_chunk: Annotated[int, Meta(ge=1, description="sampled tokens in a chunk of a stream")] = 1
 

@@ -1,18 +1,39 @@
-"""Replies in the JSON of vLLM's chat completions: whole, or as the chunks of a stream. Pure."""
+"""Replies in the JSON of vLLM: whole, or as the events of a stream. Pure.
+
+Which keys are there, and when, is as in vLLM 0.32.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from itertools import accumulate
+from typing import Any, Protocol
 
 import msgspec
 
-from rollyard.gateway.scripted.policy import ChatRequest, Reply
+from rollyard.gateway.scripted.asked import ChatRequest, CompletionRequest
+from rollyard.gateway.scripted.policy import Reply
 from rollyard.gateway.tokens.tokenizer import TextTokenizer
 
 
+class Wire(Protocol):
+    """One reply on its way out."""
+
+    def whole(self) -> bytes:
+        """The body of a reply that is not streamed."""
+        ...
+
+    def chunks(self, tokens_per_chunk: int) -> Iterator[tuple[int, bytes]]:
+        """The events of a stream, each with the number of ids that are out once it is. `[DONE]` is not among them."""
+        ...
+
+    def aborted(self, sent: int) -> bytes:
+        """The events that end a stream after so many ids, without `[DONE]`."""
+        ...
+
+
 class ChatWire:
-    """One reply on its way out. `created` is in Unix seconds."""
+    """See Wire. A chat completion; `created` is in Unix seconds."""
 
     def __init__(
         self, request: ChatRequest, reply: Reply, tokenizer: TextTokenizer, *, call_id: str, model: str, created: int
@@ -23,12 +44,19 @@ class ChatWire:
         self._head = {"id": f"chatcmpl-{call_id}", "created": created, "model": model}
 
     def whole(self) -> bytes:
-        """The body of a reply that is not streamed."""
+        """See Wire."""
         reply, asked = self._reply, bool(self._request.return_token_ids)
-        message = {"role": "assistant", "content": reply.content or None, "refusal": None, "reasoning": None}
+        said = reply.joined()
+        message = {
+            "role": "assistant",
+            "content": said.content or None,
+            "refusal": None,
+            "reasoning": said.reasoning or None,
+            "tool_calls": reply.tool_calls,
+        }
         choice = {
             "index": 0,
-            "message": {**message, "tool_calls": reply.tool_calls},
+            "message": message,
             "logprobs": self._logprobs(0, len(reply.ids)),
             "finish_reason": reply.finish_reason,
             "stop_reason": reply.stop_reason,
@@ -39,7 +67,7 @@ class ChatWire:
                 **self._head,
                 "object": "chat.completion",
                 "choices": [choice],
-                "usage": self._usage(),
+                "usage": usage(reply),
                 "prompt_logprobs": None,
                 "prompt_token_ids": reply.prompt_ids.tolist() if asked else None,
                 "kv_transfer_params": None,
@@ -47,53 +75,175 @@ class ChatWire:
         )
 
     def chunks(self, tokens_per_chunk: int) -> Iterator[tuple[int, bytes]]:
-        """The events of a stream, each with the number of ids that are out once it is. `[DONE]` is not among them."""
-        reply, asked = self._reply, bool(self._request.return_token_ids)
-        prompt = {"prompt_token_ids": reply.prompt_ids.tolist()} if asked else {}
-        yield 0, self._event([_choice({"role": "assistant", "content": ""}, None)], **prompt)
-        for start in range(0, len(reply.ids), tokens_per_chunk):
-            end = min(start + tokens_per_chunk, len(reply.ids))
-            text = "".join(reply.texts[start:end])
-            delta: dict[str, Any] = {"content": text} if text else {}
+        """See Wire."""
+        reply = self._reply
+        prompt_ids = reply.prompt_ids.tolist() if self._request.return_token_ids else None
+        first = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        yield 0, self._event([first], prompt_token_ids=prompt_ids, prompt_text=None)
+        for start, end in portions(len(reply.ids), tokens_per_chunk):
+            said = reply.joined(start, end)
+            delta: dict[str, Any] = {"reasoning": said.reasoning} if said.reasoning else {}
+            if said.content:
+                delta["content"] = said.content
             last = end == len(reply.ids)
             if last and reply.tool_calls:
                 delta["tool_calls"] = [{"index": n, **call} for n, call in enumerate(reply.tool_calls)]
-            choice = _choice(delta, self._logprobs(start, end))
-            if asked:
-                choice["token_ids"] = reply.ids[start:end]
-            if last:
-                choice.update(finish_reason=reply.finish_reason, stop_reason=reply.stop_reason)
-            yield end, self._event([choice])
-        if not reply.ids:
-            yield 0, self._event([{**_choice({}, None), "finish_reason": reply.finish_reason}])
-        if (self._request.stream_options or {}).get("include_usage"):
-            yield len(reply.ids), self._event([], usage=self._usage())
+            yield end, self._event([self._choice(delta, start, end, reply.finish_reason if last else None)])
+        if self._wants_usage():
+            yield len(reply.ids), self._event([], usage=usage(reply))
+
+    def aborted(self, sent: int) -> bytes:
+        """See Wire."""
+        ended = self._event([self._choice({}, sent, sent, "abort")])
+        return ended + (self._event([], usage=usage(self._reply.cut(sent))) if self._wants_usage() else b"")
+
+    def _choice(self, delta: dict[str, Any], start: int, end: int, finish_reason: str | None) -> dict[str, Any]:
+        choice = {
+            "index": 0,
+            "delta": delta,
+            "logprobs": self._logprobs(start, end),
+            "finish_reason": finish_reason,
+            "token_ids": self._reply.ids[start:end] if self._request.return_token_ids else None,
+        }
+        if finish_reason is not None:
+            choice["stop_reason"] = self._reply.stop_reason
+        return choice
 
     def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
-        chunk = {**self._head, "object": "chat.completion.chunk", "choices": choices, **more}
-        return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+        return event({**self._head, "object": "chat.completion.chunk", "choices": choices, **more})
 
-    def _usage(self) -> dict[str, Any]:
-        prompt, completion = len(self._reply.prompt_ids), len(self._reply.ids)
-        return {"prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion}
+    def _wants_usage(self) -> bool:
+        return bool(self._request.stream_options and self._request.stream_options.include_usage)
 
     def _logprobs(self, start: int, end: int) -> dict[str, Any] | None:
         if not self._request.logprobs:
             return None
-        pairs = zip(self._reply.ids[start:end], self._reply.logprobs[start:end], strict=True)
-        return {"content": [self._logprob(token, logprob) for token, logprob in pairs]}
+        return chat_logprobs(
+            self._reply,
+            self._tokenizer,
+            start,
+            end,
+            as_ids=bool(self._request.return_tokens_as_token_ids),
+            top=bool(self._request.top_logprobs),
+        )
 
-    def _logprob(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._tokenizer.token_bytes(token).decode(errors="replace")
-        name = f"token_id:{token}" if self._request.return_tokens_as_token_ids else text
-        entry = {"token": name, "logprob": logprob, "bytes": list(text.encode())}
-        return {**entry, "top_logprobs": [entry] if self._request.top_logprobs else []}
+
+class CompletionWire:
+    """See Wire. A completion; `created` is in Unix seconds."""
+
+    def __init__(
+        self,
+        request: CompletionRequest,
+        reply: Reply,
+        tokenizer: TextTokenizer,
+        *,
+        call_id: str,
+        model: str,
+        created: int,
+    ) -> None:
+        self._request = request
+        self._reply = reply
+        self._tokenizer = tokenizer
+        self._head = {"id": f"cmpl-{call_id}", "object": "text_completion", "created": created, "model": model}
+
+    def whole(self) -> bytes:
+        """See Wire."""
+        reply = self._reply
+        choice = self._choice(0, len(reply.ids), _finish(reply))
+        more = {"service_tier": None, "system_fingerprint": None, "kv_transfer_params": None}
+        return msgspec.json.encode(
+            {**self._head, "choices": [{**choice, "prompt_logprobs": None}], "usage": usage(reply), **more}
+        )
+
+    def chunks(self, tokens_per_chunk: int) -> Iterator[tuple[int, bytes]]:
+        """See Wire."""
+        reply = self._reply
+        for start, end in portions(len(reply.ids), tokens_per_chunk):
+            last = end == len(reply.ids)
+            yield end, self._event([self._choice(start, end, _finish(reply) if last else None)])
+        if self._wants_usage():
+            yield len(reply.ids), self._event([], usage=usage(reply))
+
+    def aborted(self, sent: int) -> bytes:
+        """See Wire."""
+        ended = self._event([self._choice(sent, sent, "abort")])
+        return ended + (self._event([], usage=usage(self._reply.cut(sent))) if self._wants_usage() else b"")
+
+    def _choice(self, start: int, end: int, finish_reason: str | None) -> dict[str, Any]:
+        reply, asked = self._reply, bool(self._request.return_token_ids)
+        return {
+            "index": 0,
+            "text": reply.joined(start, end).raw,
+            "logprobs": self._logprobs(start, end),
+            "finish_reason": finish_reason,
+            "stop_reason": reply.stop_reason if finish_reason is not None else None,
+            "prompt_token_ids": reply.prompt_ids.tolist() if asked and start == 0 else None,
+            "token_ids": reply.ids[start:end] if asked else None,
+        }
+
+    def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        return event({**self._head, "choices": choices, **more})
+
+    def _wants_usage(self) -> bool:
+        return bool(self._request.stream_options and self._request.stream_options.include_usage)
+
+    def _logprobs(self, start: int, end: int) -> dict[str, Any] | None:
+        if self._request.logprobs is None:
+            return None
+        names, logprobs = self._names(start, end), self._reply.logprobs[start:end]
+        # Offsets are in the names of the tokens, not in the text.
+        lengths = [0, *map(len, self._names(0, end))]
+        return {
+            "text_offset": list(accumulate(lengths))[start:end],
+            "token_logprobs": logprobs,
+            "tokens": names,
+            "top_logprobs": [{name: logprob} for name, logprob in zip(names, logprobs, strict=True)],
+        }
+
+    def _names(self, start: int, end: int) -> list[str]:
+        ids = self._reply.ids[start:end]
+        if self._request.return_tokens_as_token_ids:
+            return [f"token_id:{token}" for token in ids]
+        return [token_text(self._tokenizer, token) for token in ids]
 
 
-def _choice(delta: dict[str, Any], logprobs: dict[str, Any] | None) -> dict[str, Any]:
-    return {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+def portions(count: int, size: int) -> Iterator[tuple[int, int]]:
+    """(start, end) of each chunk of a stream; one empty chunk where nothing was sampled."""
+    yield from ((start, min(start + size, count)) for start in range(0, max(count, 1), size))
+
+
+def usage(reply: Reply) -> dict[str, Any]:
+    """`usage` of a reply."""
+    prompt, completion = len(reply.prompt_ids), len(reply.ids)
+    return {"prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion}
+
+
+def chat_logprobs(
+    reply: Reply, tokenizer: TextTokenizer, start: int, end: int, *, as_ids: bool = False, top: bool = False
+) -> dict[str, Any]:
+    """`logprobs` of a choice of a chat completion. `as_ids`: tokens are named by id."""
+    content = []
+    for token, logprob in zip(reply.ids[start:end], reply.logprobs[start:end], strict=True):
+        text = token_text(tokenizer, token)
+        entry = {"token": f"token_id:{token}" if as_ids else text, "logprob": logprob, "bytes": list(text.encode())}
+        content.append({**entry, "top_logprobs": [entry] if top else []})
+    return {"content": content}
+
+
+def token_text(tokenizer: TextTokenizer, token: int) -> str:
+    """A token by itself, as text."""
+    return tokenizer.token_bytes(token).decode(errors="replace")
+
+
+def event(value: Any) -> bytes:
+    """A server-sent event."""
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
 def error_body(message: str, kind: str, status: int, param: str | None = None) -> bytes:
     """The body of a refusal."""
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": status}})
+
+
+def _finish(reply: Reply) -> str:
+    return "stop" if reply.finish_reason == "tool_calls" else reply.finish_reason

@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from rollyard.gateway.tokens.tokenizer import TextTokenizer
 
 
 class IncrementalDecoder:
-    """Gives the text of ids as they come. Pushed in any portions, the text is the same as `decode` of all of them."""
+    """Gives the text of ids as they come. Pushed in any portions, the text is the same as `decode` of all of them.
 
-    def __init__(self, tokenizer: TextTokenizer, *, skip_special: bool = True) -> None:
+    Special tokens are left out with `skip_special`, except those in `shown`.
+    """
+
+    def __init__(
+        self, tokenizer: TextTokenizer, *, skip_special: bool = True, shown: Collection[int] = frozenset()
+    ) -> None:
         self._tokenizer = tokenizer
-        self._skip_special = skip_special
+        self._hidden = (tokenizer.special_ids if skip_special else frozenset()) - frozenset(shown)
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._strips_space = tokenizer.alphabet.strips_space
 
     def push(self, ids: Iterable[int]) -> str:
         """The text that these ids complete; the bytes of a half character are held back."""
-        return self._utf8.decode(b"".join(self._tokenizer.token_bytes(n, self._skip_special) for n in ids))
+        text = self._utf8.decode(b"".join(self._tokenizer.token_bytes(n) for n in ids if n not in self._hidden))
+        if text and self._strips_space:
+            self._strips_space = False
+            return text.removeprefix(" ")
+        return text
+
+    def reset(self) -> None:
+        """Forget half a character."""
+        self._utf8.reset()
 
     def flush(self) -> str:
         """What is held back, at the end: half a character is U+FFFD."""

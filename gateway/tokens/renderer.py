@@ -1,23 +1,20 @@
 """Prompts as token ids: the first from the template, each later one as the last one continued.
 
-What a model sampled is never turned into text and back. The template is only asked for the text behind the sampled
-reply: the reply is rendered as one private character, and what follows that character is new.
+What a model sampled is never turned into text and back: the template is only asked for the text behind the reply.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from rollyard.gateway.tokens.continuation import Turn, continuation
+from rollyard.gateway.tokens.outline import end_of, free_characters, map_words, tools_outline, unescaped, words
 from rollyard.gateway.tokens.template import ChatTemplate, plain_messages
 from rollyard.gateway.tokens.tokenizer import TextTokenizer
 from rollyard.schemas.call import Message
-from rollyard.schemas.errors import ModelError
 from rollyard.schemas.packed import TokenIds
-
-# Unicode reserves these for use inside a program; text that is exchanged does not hold them.
-_PRIVATE = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 
 
 class Renderer:
@@ -26,15 +23,17 @@ class Renderer:
     def __init__(self, tokenizer: TextTokenizer, template: ChatTemplate) -> None:
         self.tokenizer = tokenizer
         self.template = template
+        self._looks_at_end: dict[str, bool] = {}
 
     def prompt(
         self, messages: list[Message], tools: list[Message] | None, options: Mapping[str, Any] | None = None
     ) -> TokenIds:
         """Ids of the whole conversation and the generation prompt. Raises ModelError when it cannot be rendered."""
         plain = plain_messages(messages)
-        escape, _ = _private_characters(plain, tools)
-        text = self.template.render(self._escaped(plain, escape), self._escaped(tools, escape), True, options)
-        return self.tokenizer.encode_rendered(text, escape)
+        (escape,) = free_characters(words([plain, tools or []]), 1)
+        safe, declared = map_words([plain, tools], lambda text: self.tokenizer.break_specials(text, escape))
+        text = self.template.render(safe, declared, True, options)
+        return self.tokenizer.encode_rendered(unescaped(text, [escape]), escape)
 
     def suffix(
         self,
@@ -48,58 +47,47 @@ class Renderer:
 
         Next prompt = the last prompt + sampled + suffix. None when the template writes earlier messages differently
         once there are later ones, so that a prompt cannot be continued; then the caller starts a new prompt.
+
+        Reasoning of earlier turns stays, whatever the template does with it. The end of a turn that was not sampled is
+        added.
         """
-        history = [_outline(message) for message in plain_messages(messages[: answered - 1])]
-        plain = plain_messages(messages[answered:])
-        escape, reply = _private_characters([*history, *plain], tools)
-        new, declared = self._escaped(plain, escape), self._escaped(tools, escape)
-        try:
-            before = self.template.render(history, declared, True, options)
-            answer = {"role": "assistant", "content": reply}
-            text = self.template.render([*history, answer, *new], declared, True, options)
-        except ModelError:
+        history, reply, new = messages[: answered - 1], messages[answered - 1], plain_messages(messages[answered:])
+        found = None
+        if self.looks_at_end_only(bool(tools), options):
+            turn = Turn(end_of(history), reply, new, tools, options)
+            found = continuation(self.tokenizer, self.template, turn)
+        if found is None:
+            turn = Turn(history, reply, new, tools, options)
+            found = continuation(self.tokenizer, self.template, turn)
+        if found is None:
             return None
-        head, found, tail = text.partition(reply)
-        if not found or reply in tail or not head.startswith(before):
-            return None
-        end_of_turn = self.tokenizer.leading_special(tail)
-        if end_of_turn and len(sampled) and sampled[-1] == end_of_turn[0]:
-            tail = end_of_turn[1]
-        return self.tokenizer.encode_rendered(tail, escape)
+        text = found.unsampled(self.tokenizer, sampled)
+        return self.tokenizer.encode_rendered(text, found.escape, continues=True)
 
-    def _escaped(self, value: Any, escape: str) -> Any:
-        return _map_strings(value, lambda text: self.tokenizer.break_specials(text, escape))
+    def looks_at_end_only(self, tools: bool, options: Mapping[str, Any] | None = None) -> bool:
+        """Whether what the template writes behind a reply depends on the last few messages only; found by trying."""
+        key = json.dumps([tools, options or {}], sort_keys=True, default=str)
+        if key not in self._looks_at_end:
+            self._looks_at_end[key] = all(self._same_at_end(turn) for turn in _trials(tools, options))
+        return self._looks_at_end[key]
 
-
-def _outline(message: Message) -> Message:
-    """An earlier message for the render around a reply: its ids stand, so what was said does not matter.
-
-    Without this, a template that drops old reasoning would seem to write the past differently.
-    """
-    if message.get("role") != "assistant":
-        return message
-    outline: Message = {"role": "assistant", "content": "-"}
-    return {**outline, "tool_calls": message["tool_calls"]} if message.get("tool_calls") else outline
+    def _same_at_end(self, turn: Turn) -> bool:
+        end = Turn(end_of(turn.history), turn.reply, turn.new, turn.tools, turn.options)
+        return continuation(self.tokenizer, self.template, turn) == continuation(self.tokenizer, self.template, end)
 
 
-def _private_characters(messages: list[Message], tools: list[Message] | None) -> tuple[str, str]:
-    """Two characters that stand nowhere in the conversation."""
-    everything = json.dumps([messages, tools], ensure_ascii=False)
-    free = [character for character in _PRIVATE if character not in everything]
-    if len(free) < 2:
-        raise ModelError(
-            "the messages use up the characters that Unicode reserves for private use (U+FDD0 to U+FDEF)",
-            hint="remove them from the messages",
-            status=400,
-        )
-    return free[0], free[1]
-
-
-def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, list):
-        return [_map_strings(item, change) for item in value]
-    if isinstance(value, dict):
-        return {change(key): _map_strings(item, change) for key, item in value.items()}
-    return value
+def _trials(tools: bool, options: Mapping[str, Any] | None) -> Iterable[Turn]:
+    """Conversations that are longer than what `end_of` leaves of them."""
+    system: Message = {"role": "system", "content": "s"}
+    user: Message = {"role": "user", "content": "q"}
+    reply: Message = {"role": "assistant", "content": "a"}
+    yield Turn([system, *([user, reply] * 5), user], reply, [user], None, options)
+    if tools:
+        call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": {"q": "x"}}}
+        asked: Message = {"role": "assistant", "content": "a", "tool_calls": [call]}
+        result: Message = {"role": "tool", "content": "r", "tool_call_id": "call00001", "name": "f"}
+        declared = tools_outline([call], "d")
+        rounds = [asked, result] * 4
+        yield Turn([system, user, *rounds], asked, [result], declared, options)
+        yield Turn([system, user, *rounds], reply, [user], declared, options)
+        yield Turn([system, *([user, *rounds, reply] * 2), user, asked, result], asked, [result], declared, options)

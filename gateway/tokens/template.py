@@ -16,6 +16,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from rollyard.gateway.tokens.dialect import dialect_of
 from rollyard.schemas.call import Message
 from rollyard.schemas.errors import ModelError
 
@@ -29,7 +30,7 @@ class ChatTemplate:
     def __init__(
         self, source: str, *, tokens: Mapping[str, str] | None = None, now: Callable[[], datetime] = datetime.now
     ) -> None:
-        environment = ImmutableSandboxedEnvironment(
+        environment = _Sandbox(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
         )
         environment.filters["tojson"] = _tojson
@@ -39,7 +40,7 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ModelError(f"the chat template is broken: {error}", hint="give the model's own template") from error
         self._tokens = dict(tokens or {})
-        self._takes_null = self._takes_null_content()
+        self.dialect = dialect_of(source, lambda messages: self._rendered(messages, None, False, {}))
 
     def render(
         self,
@@ -48,37 +49,24 @@ class ChatTemplate:
         add_generation_prompt: bool,
         options: Mapping[str, Any] | None = None,
     ) -> str:
-        """The conversation as text. `options` are further variables, such as `enable_thinking`.
+        """The conversation as text, in the template's dialect. `options` are variables, such as `enable_thinking`.
 
         Raises ModelError when the template refuses the messages, or they hold more than text.
         """
-        prepared = plain_messages(messages)
-        if not self._takes_null:
-            prepared = [m if m.get("content") is not None else {**m, "content": ""} for m in prepared]
+        return self._rendered(self.dialect.adapt(plain_messages(messages)), tools, add_generation_prompt, options or {})
+
+    def _rendered(
+        self, messages: list[Message], tools: list[Message] | None, generate: bool, options: Mapping[str, Any]
+    ) -> str:
+        variables = {**self._tokens, **options, "messages": messages, "tools": tools or None}
         try:
-            return self._template.render(
-                messages=prepared,
-                tools=tools or None,
-                add_generation_prompt=add_generation_prompt,
-                **self._tokens,
-                **(options or {}),
-            )
+            return self._template.render(variables, add_generation_prompt=generate)
         except Exception as error:  # a template is a program: any error can come out of it
             raise ModelError(
                 f"the chat template refuses the messages: {type(error).__name__}: {error}",
                 hint="check the order of roles and that the model supports tools; capture mode needs no template",
                 status=400,
             ) from error
-
-    def _takes_null_content(self) -> bool:
-        """Whether a reply without text may stay null. Some templates add it to a string, some write None."""
-        call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}}
-        reply: Message = {"role": "assistant", "content": None, "tool_calls": [call]}
-        try:
-            text = self._template.render(messages=[{"role": "user", "content": "x"}, reply], **self._tokens)
-        except Exception:  # noqa: BLE001 - any error of a foreign template means no
-            return False
-        return "None" not in text and "null" not in text
 
 
 def plain_messages(messages: list[Message]) -> list[Message]:
@@ -127,6 +115,15 @@ def text_of(content: Any) -> str | None:
 def _text_part(part: Any) -> str | None:
     text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
     return text if isinstance(text, str) else None
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Templates may keep notes in lists, as Kimi's does. What the renderer hands out is a copy."""
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        if isinstance(obj, list) and attr in ("append", "extend", "pop"):
+            return True
+        return super().is_safe_attribute(obj, attr, value)
 
 
 class _Generation(Extension):

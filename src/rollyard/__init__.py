@@ -28,9 +28,11 @@ if TYPE_CHECKING:
         WaitTimeout,
     )
     from rollyard.schemas.failure import Failure
+    from rollyard.schemas.fleet import LlmServer
     from rollyard.schemas.packed import Logprobs, LossMask, TokenIds, Versions
     from rollyard.schemas.sample import Delivery, Group, Sample, Timings
     from rollyard.schemas.task import AgentSpec, EvaluationSpec, Sampling, SandboxSpec, Task, Timeouts
+    from rollyard.schemas.weights import WeightProgress, WeightReport
 
 __version__ = "0.1.0"
 
@@ -48,6 +50,7 @@ __all__ = [
     "Failure",
     "Group",
     "GroupBatch",
+    "LlmServer",
     "Logprobs",
     "LossMask",
     "Reader",
@@ -68,6 +71,8 @@ __all__ = [
     "TooLarge",
     "Versions",
     "WaitTimeout",
+    "WeightProgress",
+    "WeightReport",
     "__version__",
     "connect",
     "connect_sync",
@@ -94,9 +99,11 @@ _HOMES = {
         "WaitTimeout",
     ),
     "schemas.failure": ("Failure",),
+    "schemas.fleet": ("LlmServer",),
     "schemas.packed": ("Logprobs", "LossMask", "TokenIds", "Versions"),
     "schemas.sample": ("Delivery", "Group", "Sample", "Timings"),
     "schemas.task": ("AgentSpec", "EvaluationSpec", "Sampling", "SandboxSpec", "Task", "Timeouts"),
+    "schemas.weights": ("WeightProgress", "WeightReport"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

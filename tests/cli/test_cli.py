@@ -233,13 +233,24 @@ async def test_the_pool_of_model_servers(bus: Bus, nats: EmbeddedNats) -> None:
     async def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         return await asyncio.to_thread(rollyard, "llm", *arguments, env=env)
 
-    added = await run("add", "http://10.0.0.7:8000/v1", "--engine", "vllm", "--model", "qwen")
+    added = await run("add", "http://10.0.0.7:8000/v1", "--engine", "sglang", "--model", "qwen", "--alias", "student")
     assert added.stdout == "10-0-0-7-8000 serves 'default' from http://10.0.0.7:8000.\n"
+    assert (await run("pause", "10-0-0-7-8000")).stdout == "10-0-0-7-8000 gets no new calls.\n"
     (server,) = json.loads((await run("ls", "--json")).stdout)
-    assert (server["engine"], server["upstream_model"]) == ("vllm", "qwen")
+    assert (server["engine"], server["upstream_model"], server["aliases"]) == ("sglang", "qwen", ["student"])
+    assert (server["state"], server["gateways"]) == ("paused", {})
+    assert (await run("drain", "10-0-0-7-8000")).stdout == "10-0-0-7-8000 is drained: no call runs there.\n"
+    listed = (await run("ls")).stdout
+    assert re.search(r"^10-0-0-7-8000 +default +sglang +capture .* draining +no gateway$", listed, re.MULTILINE)
+    assert "10-0-0-7-8000: drained by hand\n" in listed
+    assert (await run("resume", "10-0-0-7-8000")).returncode == 0
+    updated = await run("update", "--version", "3")
+    assert (updated.returncode, updated.stdout) == (4, "")
+    assert "no gateway runs that could update weights (start one" in updated.stderr
     assert (await run("rm", "10-0-0-7-8000")).returncode == 0
     assert json.loads((await run("ls", "--json")).stdout) == []
-    assert (await run("rm", "10-0-0-7-8000")).returncode == 2
+    for command in ("rm", "pause", "drain", "resume"):
+        assert (await run(command, "10-0-0-7-8000")).returncode == 2
 
 
 def test_doctor_says_what_mends_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,7 @@ def test_pieces_are_put_together_in_order(pieces: list[list[int]]) -> None:
 def test_what_cannot_be_trained_on(chunk: EngineChunk, reason: str | None) -> None:
     collector = Collector("c", 0, prompt_ids=TokenIds.of([1, 2]), vocab_size=100)
     collector.add(chunk)
+    collector.end_segment(7)
     assert collector.untrainable() == reason
 
 
@@ -92,3 +93,25 @@ def test_a_delta_carries_text_and_reasoning_only() -> None:
     delta = Collector("c", 7).add(EngineChunk(text="a", reasoning="b", tool_calls=[{"index": 0}], finish_reason="stop"))
     assert delta is not None
     assert (delta.call_id, delta.created, delta.text, delta.reasoning) == ("c", 7, "a", "b")
+
+
+def test_a_reply_that_was_aborted_and_continued_has_a_span_for_each_version() -> None:
+    collector = Collector("c", 0, prompt_ids=TokenIds.of([1, 2]), vocab_size=100)
+    collector.add(piece([5, 6], usage=usage(2, 2)))
+    collector.end_segment(3)
+    collector.end_segment(4)
+    collector.add(piece([7], usage=usage(4, 1), finish_reason="stop"))
+    collector.end_segment(4)
+    assert [(span.start, span.end, span.policy_version) for span in collector.spans] == [(0, 2, 3), (2, 3, 4)]
+    assert collector.completion_ids == TokenIds.of([5, 6, 7])
+    assert collector.untrainable() is None
+    assert collector.usage() == usage(2, 3)
+
+
+def test_what_the_server_says_of_its_weights_counts_more_than_its_entry() -> None:
+    collector = Collector("c", 0, prompt_ids=TokenIds.of([1]))
+    collector.add(piece([5], policy_version=9))
+    collector.end_segment(3)
+    collector.add(piece([6]))
+    collector.end_segment(3)
+    assert [span.policy_version for span in collector.spans] == [9, 3]

@@ -14,7 +14,7 @@ from rollyard.gateway.history import (
     common_prefix,
     holds_unknown_reply,
     longest,
-    tools_digest,
+    settings_digest,
 )
 from rollyard.schemas.packed import TokenIds
 
@@ -91,6 +91,7 @@ def test_folding_in_two_steps_is_folding_in_one(messages: list[dict[str, Any]]) 
 
 
 SAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "private_keys_dropped": ({"role": "user", "content": "a"}, {"role": "user", "content": "a", "_block": {}}),
     "cache_control_dropped": ({"role": "user", "content": "a"}, {"role": "user", "content": "a", "cache_control": {}}),
     "foreign_reply_keys_dropped": (
         {"role": "assistant", "content": "a"},
@@ -155,9 +156,10 @@ def test_a_reply_after_the_shared_messages_is_unknown() -> None:
 def test_tools_are_compared_without_cache_marks_and_key_order() -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     marked = {"cache_control": {"type": "ephemeral"}, **dict(reversed(tool.items()))}
-    assert tools_digest([tool]) == tools_digest([marked])
-    assert tools_digest([tool]) != tools_digest([tool, tool])
-    assert tools_digest(None) == tools_digest([]) == ROOT
+    assert settings_digest([tool]) == settings_digest([marked])
+    assert settings_digest([tool]) != settings_digest([tool, tool])
+    assert settings_digest(None) == settings_digest([]) == settings_digest([], {}) == ROOT
+    assert settings_digest([tool]) != settings_digest([tool], {"enable_thinking": False})
 
 
 @given(st.lists(st.integers(0, 3)), st.lists(st.integers(0, 3)))

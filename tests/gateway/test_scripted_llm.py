@@ -46,12 +46,30 @@ class Client:
             answer: dict[str, Any] = await response.json()
         return answer
 
+    async def complete(self, prompt: str | list[int], **fields: Any) -> dict[str, Any]:
+        async with self._completion(prompt, fields) as response:
+            assert response.status == 200, await response.text()
+            answer: dict[str, Any] = await response.json()
+        return answer
+
+    async def complete_stream(self, prompt: str | list[int], **fields: Any) -> list[dict[str, Any]]:
+        async with self._completion(prompt, {"stream": True, **fields}) as response:
+            return await events(response)
+
+    def _completion(self, prompt: str | list[int], fields: dict[str, Any]) -> Any:
+        named = {"return_token_ids": True, "return_tokens_as_token_ids": True, "logprobs": 0}
+        return self.http.post("/v1/completions", json={"prompt": prompt, **named, **fields})
+
     async def stream(self, request_id: str = "r", messages: Any = None, **fields: Any) -> list[dict[str, Any]]:
         async with self.post(request_id, messages, stream=True, **fields) as response:
-            assert response.status == 200
-            lines = [line.strip() async for line in response.content if line.strip()]
-        assert lines[-1] == b"data: [DONE]"
-        return [json.loads(line.removeprefix(b"data: ")) for line in lines[:-1]]
+            return await events(response)
+
+
+async def events(response: aiohttp.ClientResponse) -> list[dict[str, Any]]:
+    assert response.status == 200
+    lines = [line.strip() async for line in response.content if line.strip()]
+    assert lines[-1] == b"data: [DONE]"
+    return [json.loads(line.removeprefix(b"data: ")) for line in lines[:-1]]
 
 
 Serve = Callable[..., AbstractAsyncContextManager[Client]]
@@ -112,8 +130,8 @@ async def test_ids_and_logprobs_come_only_when_asked_for(serve: Serve) -> None:
     entry = named["choices"][0]["logprobs"]["content"][0]
     assert entry["token"] == f"token_id:{named['choices'][0]['token_ids'][0]}"
     assert entry["top_logprobs"][0]["logprob"] == entry["logprob"]
-    assert "prompt_token_ids" not in first
-    assert "token_ids" not in last["choices"][0]
+    assert first["prompt_token_ids"] is None
+    assert last["choices"][0]["token_ids"] is None
 
 
 async def test_a_stream_says_the_same_as_a_whole_reply(serve: Serve) -> None:
@@ -288,6 +306,129 @@ async def test_prompt_ids_can_be_given(serve: Serve) -> None:
         async with client.post(kv_transfer_params={"prompt_token_ids": ["x"]}) as response:
             assert response.status == 400
     assert given["prompt_token_ids"] == [5, 6, 7]
+
+
+async def test_a_prompt_of_ids_is_answered_as_the_conversation_in_it(serve: Serve) -> None:
+    """As at vLLM, the chat endpoint and the completions endpoint sample the same for the same prompt ids."""
+    turns = (
+        {"content": "I look. {prompt}", "tool_calls": [CALL]},
+        {"reasoning": "{last}!", "content": TEXT + "{turn}"},
+        {"content": "bye"},
+    )
+    messages = [{"role": "system", "content": "hello\nworld"}, user("What?\n\nHaving 😀")]
+    tools = [{"type": "function", "function": {"name": "bash"}}]
+    async with serve(*turns, chat_template="chatml_tools") as client:
+        for number in range(4):
+            chat = await client.ask(messages=messages, tools=tools)
+            choice = chat["choices"][0]
+            completed = await client.complete(chat["prompt_token_ids"], max_tokens=500)
+            again = completed["choices"][0]
+            assert again["token_ids"] == choice["token_ids"]
+            assert again["prompt_token_ids"] == chat["prompt_token_ids"]
+            assert again["logprobs"]["tokens"] == [f"token_id:{n}" for n in again["token_ids"]]
+            assert again["logprobs"]["token_logprobs"] == [entry["logprob"] for entry in choice["logprobs"]["content"]]
+            assert again["finish_reason"] == "stop"
+            assert client.journal[-1].turn == client.journal[-2].turn == number
+            messages += [choice["message"], {"role": "tool", "content": "file"}]
+
+
+async def test_completions_have_vllms_fields(serve: Serve, tokenizer: TextTokenizer) -> None:
+    async with serve({"content": "{prompt} " + TEXT}, tokens_per_chunk=3) as client:
+        whole = await client.complete("hello", max_tokens=500, stop=["answer"])
+        chunks = await client.complete_stream(
+            "hello", max_tokens=500, stop=["answer"], stream_options={"include_usage": True}
+        )
+        plain = await client.complete("hello", return_token_ids=None, logprobs=None)
+    *parts, usage = chunks
+    choice = whole["choices"][0]
+    assert whole["object"] == parts[0]["object"] == "text_completion"
+    assert choice["prompt_token_ids"] == tokenizer.encode_plain("hello").tolist()
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "answer")
+    assert choice["text"].startswith("hello Having said hello, ")
+    pieces = [part["choices"][0] for part in parts]
+    assert "".join(piece["text"] for piece in pieces) == choice["text"]
+    assert streamed_ids(parts) == choice["token_ids"]
+    assert [piece["prompt_token_ids"] for piece in pieces] == [choice["prompt_token_ids"]] + [None] * (len(pieces) - 1)
+    for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        assert [entry for piece in pieces for entry in piece["logprobs"][key]] == choice["logprobs"][key]
+    assert (usage["choices"], usage["usage"]) == ([], whole["usage"])
+    # Who does not say how long a reply may be gets 16 tokens.
+    assert plain["usage"]["completion_tokens"] == 16
+    assert plain["choices"][0]["finish_reason"] == "length"
+    assert plain["choices"][0]["token_ids"] is plain["choices"][0]["logprobs"] is None
+
+
+async def test_an_aborted_reply_can_be_gone_on_with_at_any_token(serve: Serve) -> None:
+    turn = {"reasoning": "hm", "content": TEXT, "tool_calls": [CALL]}
+    async with serve(turn, chat_template="chatml_tools") as client:
+        chat = await client.ask()
+        prompt, choice = chat["prompt_token_ids"], chat["choices"][0]
+        whole = (await client.complete(prompt, max_tokens=500))["choices"][0]
+        for count in range(len(choice["token_ids"])):
+            rest = (await client.complete(prompt + choice["token_ids"][:count], max_tokens=500))["choices"][0]
+            assert choice["token_ids"][:count] + rest["token_ids"] == choice["token_ids"]
+            logprobs = whole["logprobs"]["token_logprobs"]
+            assert rest["logprobs"]["token_logprobs"] == logprobs[count:]
+            assert whole["text"].endswith(rest["text"])
+        other = (await client.complete([*prompt, 5, 6, 7], max_tokens=500))["choices"][0]
+    assert other["text"] == whole["text"]
+
+
+async def test_reasoning_has_a_field_of_its_own_and_is_sampled(serve: Serve, tokenizer: TextTokenizer) -> None:
+    async with serve({"reasoning": "Hm, {prompt}", "content": TEXT}, chat_template="chatml_tools") as client:
+        whole = await client.ask()
+        chunks = await client.stream()
+        message = whole["choices"][0]["message"]
+        again = await client.ask(messages=[user("hello"), message, user("more")])
+    sampled = tokenizer.decode(TokenIds.of(whole["choices"][0]["token_ids"]), True)
+    assert sampled == f"<think>\nHm, hello\n</think>\n\n{TEXT}"
+    assert (message["reasoning"], message["content"]) == ("Hm, hello", TEXT)
+    deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+    assert "".join(delta.get("reasoning", "") for delta in deltas) == "Hm, hello"
+    assert "".join(delta.get("content", "") for delta in deltas) == TEXT
+    history = tokenizer.decode(TokenIds.of(again["prompt_token_ids"]), True)
+    assert sampled in history
+
+
+async def test_an_operator_pauses_and_goes_on(serve: Serve) -> None:
+    async with serve({"content": TEXT, "chunk_delay_s": 0.01}) as client:
+
+        async def post(path: str, **body: Any) -> Any:
+            async with client.http.post(path, json=body) as response:
+                assert response.status == 200, await response.text()
+                return await response.json()
+
+        async with client.post("kept", stream=True) as response:
+            await response.content.readline()
+            await post("/pause?mode=keep")
+            await post("/resume")
+            assert b"[DONE]" in await response.content.read()
+        async with client.post("named", stream=True) as named, client.post("other", stream=True) as other:
+            await asyncio.gather(named.content.readline(), other.content.readline())
+            assert (await post("/abort_requests", request_ids=["chatcmpl-named"]))["aborted"] == 1
+            await named.content.read()
+            await other.content.read()
+        for mode, status in (("abort", 200), ("wait", 200), ("else", 400)):
+            async with client.http.post(f"/pause?mode={mode}") as response:
+                assert response.status == status
+        await post("/update_weight_version", new_version="8")
+        async with client.http.get("/weight_info") as response:
+            assert await response.json() == {"weight_version": "8"}
+        statuses = {entry.request_id: entry.status for entry in client.journal}
+    assert statuses == {"kept": "ok", "named": "aborted", "other": "ok"}
+
+
+async def test_a_call_that_waits_for_its_first_byte_is_aborted_without_ids(serve: Serve) -> None:
+    async with serve({"content": TEXT, "delay_s": 60}) as client:
+        for stream in (True, False):
+            call = asyncio.ensure_future(client.ask(stream=stream) if not stream else client.stream())
+            await asyncio.sleep(0.05)
+            async with client.http.post("/abort_requests", json={}) as response:
+                assert (await response.json())["aborted"] == 1
+            answer = await call
+            chunk = answer[-1] if isinstance(answer, list) else answer
+            assert chunk["choices"][0]["finish_reason"] == "abort"
+            assert chunk["choices"][0]["token_ids"] == []
 
 
 async def test_with_canonical_ids_a_conversation_of_tool_calls_is_one_chain(serve: Serve) -> None:

@@ -1,23 +1,30 @@
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
-from rollyard.gateway.history import ROOT, Canonical
+from rollyard.gateway.history import ROOT, Canonical, fold
 from rollyard.gateway.keys import SessionGrant
-from rollyard.gateway.sessions import KnownCall, Session, Sessions
-from rollyard.schemas.call import CallEnd, CallIntent
+from rollyard.gateway.sessions import KnownCall, Session, Sessions, asked_digest
+from rollyard.schemas.call import AgentIds, CallEnd, CallIntent
 from rollyard.schemas.packed import TokenIds
 
 GRANT = SessionGrant(run="run", rollout_id="r", attempt=1)
 USER = {"role": "user", "content": "hello"}
+# Calls of these names follow each other, each with one message and one reply.
+SHARED: defaultdict[str | None, int] = defaultdict(int, {"a": 2, "b": 4, "c": 6})
 
 
 def call(number: str, parent: str | None, said: str, **end: Any) -> tuple[CallIntent, CallEnd]:
     who: dict[str, Any] = {"call_id": number, "run": "run", "rollout_id": "r", "attempt": 1, "at_ms": 0}
-    intent = CallIntent(**who, gateway="g", latest_end_ms=0, parent=parent, messages=[USER])
+    intent = CallIntent(
+        **who, gateway="g", latest_end_ms=0, parent=parent, shared_messages=SHARED[parent], messages=[USER]
+    )
     reply = {"role": "assistant", "content": said}
     return intent, CallEnd(**{**who, "status": "ok", "reply": reply, "completion_ids": TokenIds.of([1]), **end})
 
@@ -37,8 +44,6 @@ def test_ids_are_put_together_from_deltas(steps: list[tuple[int, list[int], list
         parent = KnownCall(
             call_id=str(number),
             parent=parent,
-            chain=b"",
-            tools=ROOT,
             shared_ids=shared,
             prompt_ids=TokenIds.of(prompt),
             completion_ids=TokenIds.of(sampled),
@@ -95,3 +100,80 @@ def test_the_least_used_sessions_are_forgotten_but_not_those_at_work() -> None:
     assert len(sessions) == 2
     known = [bool(sessions.get(grant).size_bytes) for grant in grants]
     assert known == [True, True, False, False]
+
+
+def session_of(*calls: tuple[CallIntent, CallEnd]) -> Session:
+    session = Session(GRANT, Canonical())
+    for seq, (intent, end) in enumerate(calls, start=1):
+        session.add(intent, end, seq)
+    return session
+
+
+def nearest(session: Session, messages: list[dict[str, Any]]) -> tuple[str | None, int]:
+    digests = Canonical().digests(messages)
+    found, shared = session.nearest(digests, fold(ROOT, digests))
+    return (found.call_id if found else None), shared
+
+
+def test_a_rewritten_history_is_still_a_later_turn_of_the_call_whose_reply_it_holds() -> None:
+    session = session_of(call("a", None, "one"), call("b", "a", "two"))
+    floating = {"role": "user", "content": "context"}
+    one, two = {"role": "assistant", "content": "one"}, {"role": "assistant", "content": "two"}
+    assert nearest(session, [USER, floating, one, USER]) == ("a", 1)
+    assert nearest(session, [USER, one, floating, USER, two, USER]) == ("b", 2)
+    assert nearest(session, [floating, one, USER, two]) == ("b", 0)
+    assert nearest(session, [USER, {"role": "assistant", "content": "unheard"}]) == (None, 0)
+
+
+@given(st.lists(st.tuples(st.integers(0, 99), st.integers(1, 3)), min_size=1, max_size=12))
+def test_any_chain_of_deltas_is_one_conversation(steps: list[tuple[int, int]]) -> None:
+    """Also where a call shares only a part of its parent."""
+    session, messages = Session(GRANT, Canonical()), list[dict[str, Any]]()
+    for number, (wanted, count) in enumerate(steps):
+        shared = min(wanted, len(messages))
+        own = [{"role": "user", "content": f"{number}.{index}"} for index in range(count)]
+        intent, end = call(str(number), str(number - 1) if number else None, f"reply {number}")
+        session.add(structs.replace(intent, messages=own, shared_messages=shared), end, number + 1)
+        messages = [*messages[:shared], *own, end.reply or {}]
+        chains_now = Canonical().fold(ROOT, messages)
+        found, length = session.match(chains_now)
+        assert found is not None
+        assert (found.call_id, length, found.length) == (str(number), len(messages), len(messages))
+        assert [found.chain(n) for n in range(len(messages) + 1)] == [ROOT, *chains_now]
+
+
+def test_a_call_that_nothing_continues_is_superseded_by_the_same_request() -> None:
+    dead = call("a", None, "", status="aborted", reply=None)
+    asked = asked_digest(Canonical().fold(ROOT, [USER])[-1], ROOT, AgentIds())
+    assert session_of(dead).superseded_by(asked) == "a"
+    assert session_of(dead, call("b", None, "one")).superseded_by(asked) == "b"
+    assert session_of(call("a", None, "one"), call("b", "a", "two")).superseded_by(asked) is None
+    other_thread = asked_digest(Canonical().fold(ROOT, [USER])[-1], ROOT, AgentIds(thread="t2"))
+    assert session_of(dead).superseded_by(other_thread) is None
+
+
+@pytest.mark.parametrize(
+    ("sent", "echoed"),
+    [
+        ('{"path": "a", "old": "one"}', '{"replace_all":false,"path":"a","old":"one"}'),
+        ('{"command": "cd /w && cat a"}', '{"command":"cat a"}'),
+        ('{"content": "one  \\n"}', '{"content":"one\\n"}'),
+        ('{"timeout": "5000"}', '{"timeout":5000}'),
+        ('{"timeout": 5000.0}', '{"timeout":5000}'),
+        ("", "{}"),
+        ('{"command": "' + "e" * 3000, '{"command": "' + "e" * 2035),
+    ],
+)
+def test_a_reply_is_known_by_the_ids_of_its_calls_whatever_became_of_their_arguments(sent: str, echoed: str) -> None:
+    intent, end = call("a", None, "")
+    reply = {"role": "assistant", "content": "I try.", "tool_calls": [a_call("c1_0", sent), a_call("c1_1", "{}")]}
+    session = session_of((intent, structs.replace(end, reply=reply)))
+    echo = {"role": "assistant", "content": "I try.", "tool_calls": [a_call("c10", echoed), a_call("c11", "{}")]}
+    found, shared = session.match(fold(ROOT, session.digests([USER, echo, USER])))
+    assert found is not None
+    assert (found.call_id, shared) == ("a", 2)
+    assert session.match(fold(ROOT, session.digests([USER, {**echo, "tool_calls": [a_call("c9", echoed)]}])))[1] == 0
+
+
+def a_call(number: str, arguments: str) -> dict[str, Any]:
+    return {"id": number, "type": "function", "function": {"name": "bash", "arguments": arguments}}

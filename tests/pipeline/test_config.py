@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from rollyard.pipeline.config import Config, load_config, to_toml
+from rollyard.pipeline.config import Config, GatewayConfig, StoreConfig, load_config, to_toml
 from rollyard.schemas.errors import ConfigError
 
 
@@ -107,3 +107,19 @@ def test_the_secret(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("a" * 32 + "\n")
     assert config.secret({}) == b"a" * 32
     assert config.secret({"ROLLYARD_SECRET": "b" * 32}) == b"b" * 32
+
+
+def test_the_admin_token(tmp_path: Path) -> None:
+    config = Config(store=StoreConfig(data=str(tmp_path)))
+    assert config.admin_token({}) == b""
+    (tmp_path / "admin-token").write_text("short\n")
+    with pytest.raises(ConfigError, match=r"the admin token in .*admin-token is shorter than 16 bytes"):
+        config.admin_token({})
+    (tmp_path / "admin-token").write_text("a" * 32 + "\n")
+    assert config.admin_token({}) == b"a" * 32
+    assert config.admin_token({"ROLLYARD_ADMIN_TOKEN": "b" * 32}) == b"b" * 32
+    with pytest.raises(ConfigError, match="the admin token in ROLLYARD_ADMIN_TOKEN is shorter"):
+        config.admin_token({"ROLLYARD_ADMIN_TOKEN": "b"})
+    named = structs.replace(config, gateway=GatewayConfig(admin_token_file=str(tmp_path / "none")))
+    with pytest.raises(ConfigError, match=r"there is no file .*none with the admin token"):
+        named.admin_token({})

@@ -12,14 +12,15 @@ from rollyard.pipeline.datafolder import VERSION, DataFolder, find_config
 from rollyard.schemas.errors import ConfigError, SetupError
 
 
-def test_opening_makes_a_secret_that_only_the_user_reads_and_keeps_it(tmp_path: Path) -> None:
+def test_opening_makes_secrets_that_only_the_user_reads_and_keeps_them(tmp_path: Path) -> None:
     folder = DataFolder(tmp_path / "data")
     folder.open()
-    secret = folder.secret.read_text()
-    assert len(secret.strip()) == 64
-    assert stat.S_IMODE(folder.secret.stat().st_mode) == 0o600
+    made = [path.read_text() for path in (folder.secret, folder.admin_token)]
+    assert [len(secret.strip()) for secret in made] == [64, 64]
+    assert made[0] != made[1]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (folder.secret, folder.admin_token)} == {0o600}
     folder.open()
-    assert folder.secret.read_text() == secret
+    assert [path.read_text() for path in (folder.secret, folder.admin_token)] == made
     assert folder.version.read_text() == f"{VERSION}\n"
 
 

@@ -13,8 +13,10 @@ import rollyard
 from rollyard.pipeline.bus import Bus
 from rollyard.pipeline.codec import encode
 from rollyard.pipeline.embedded import EmbeddedNats, free_port
+from rollyard.pipeline.kv import Bucket
 from rollyard.schemas import subjects
 from rollyard.schemas.errors import BusError, ConfigError, TaskError, WaitTimeout
+from rollyard.schemas.fleet import Run
 from rollyard.schemas.sample import Delivery, Group
 
 T = TypeVar("T")
@@ -142,3 +144,28 @@ async def test_an_item_that_was_handed_out_but_not_received_comes_again(bus: Bus
         assert (await reader.item(1)).index == 0
         assert (await reader.item(1)).index == 0
         assert (await reader.item(2)).index == 1
+
+
+async def test_the_pool_of_model_servers_from_a_plain_program(bus: Bus, nats: EmbeddedNats) -> None:
+    def program() -> None:
+        with rollyard.connect_sync(nats.url, run=RUN) as client:
+            client.add_server(server_id="s1", url="http://127.0.0.1:1", engine="vllm")
+            client.add_server(rollyard.LlmServer(server_id="s2", url="http://127.0.0.1:2", engine="sglang"))
+            client.set_server_version("s1", 4)
+            client.pause_server("s1")
+            client.drain_server("s2", timeout_s=5)
+            found = [(server.server_id, server.state, server.policy_version) for server in client.servers()]
+            assert found == [("s1", "paused", 4), ("s2", "draining", None)]
+            client.resume_server("s1")
+            client.remove_server("s2")
+            client.set_models({"*haiku*": "small"})
+            client.set_models({"*opus*": "large"})
+            assert [server.state for server in client.servers()] == ["serving"]
+            with pytest.raises(BusError, match="no gateway runs that could update weights"):
+                client.update_weights(5, checkpoint="/checkpoints/5", how="abort")
+            with pytest.raises(ConfigError, match="no server 's2' is in the pool"):
+                client.swap_server("s2", rollyard.LlmServer(server_id="s3", url="http://x", engine="vllm"))
+
+    await beside(program)
+    [run] = [run async for _, run, _ in Bucket[Run](bus, subjects.RUNS, Run).items()]
+    assert (run.run, run.models) == (RUN, {"*opus*": "large"})

@@ -10,7 +10,7 @@ import pytest
 from msgspec import structs
 
 from rollyard.pipeline.codec import decode, encode, encode_json
-from rollyard.schemas import call, failure, fleet, rollout, sample, task
+from rollyard.schemas import call, failure, fleet, rollout, sample, task, weights
 from rollyard.schemas.catalogue import RECORDS, json_schema
 from rollyard.schemas.errors import ConfigError, DecodeError
 from rollyard.schemas.packed import Logprobs, LossMask, TokenIds, Versions
@@ -58,6 +58,10 @@ EXAMPLES: list[Any] = [
     fleet.ClosedSession(),
     fleet.DeadLetter(stage="run", run="r", subject="s", reason="why", body=b"\x81\xff"),
     fleet.Run(run="r"),
+    weights.WeightUpdate(update_id="u", version=3, servers=("s",)),
+    weights.WeightProgress(server_id="s", step="done"),
+    weights.WeightReport(servers=(weights.WeightProgress(server_id="s", step="failed", hint="h"),)),
+    weights.PoolView(gateway="g", servers=(weights.ServerView(server_id="s", calls=1),)),
 ]
 VERSIONED = [example for example in EXAMPLES if "schema_version" in example.__struct_fields__]
 

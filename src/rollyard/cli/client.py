@@ -1,4 +1,4 @@
-"""What a trainer does, from the shell: submit, status, cancel; and the pool of model servers: llm."""
+"""What a trainer does, from the shell: submit, status, cancel."""
 
 from __future__ import annotations
 
@@ -19,17 +19,14 @@ from rollyard.cli.common import (
     connected,
     json_flag,
     run_async,
-    table,
     to_json,
 )
 
 if TYPE_CHECKING:
     from rollyard.pipeline.bus import Bus
     from rollyard.pipeline.config import Config
-    from rollyard.pipeline.kv import Bucket
     from rollyard.pipeline.progress import RunStatus
     from rollyard.pipeline.tokenmeter import TokenMeter
-    from rollyard.schemas.fleet import LlmServer
     from rollyard.schemas.task import Task
 
 PLAIN_EVERY_S = 5.0
@@ -56,32 +53,6 @@ def add(commands: Commands) -> None:
     cancel.add_argument("--task", metavar="ID", help="only this task")
     cancel.add_argument("--index", type=int, metavar="N", help="only this rollout of the task")
     cancel.add_argument("--reason", default="cancelled from the command line", help="what the samples will say")
-    _add_llm(commands)
-
-
-def _add_llm(commands: Commands) -> None:
-    llm = command(commands, "llm", run_llm_ls, "look at and change the pool of model servers")
-    kinds = llm.add_subparsers(title="what", metavar="WHAT", required=True)
-    json_flag(command(kinds, "ls", run_llm_ls, "list the servers"))
-    put = command(kinds, "add", run_llm_add, "add a server, or change one")
-    put.add_argument("url", metavar="URL", help="for example http://127.0.0.1:8000")
-    put.add_argument("--engine", choices=("vllm", "openai", "llamacpp"), required=True, help="what it is")
-    put.add_argument("--model-name", default="default", help="name under which tasks ask for it (default: default)")
-    put.add_argument("--model", metavar="NAME", default="", help="the model's name at that server")
-    put.add_argument(
-        "--mode", choices=("capture", "tokens"), default="capture", help="who tokenises: server or gateway"
-    )
-    put.add_argument("--tokenizer", metavar="FILE", default="", help="tokenizer.json or GGUF, for --mode tokens")
-    put.add_argument("--api-key-env", metavar="VAR", default="", help="variable of the gateways that holds its API key")
-    put.add_argument(
-        "--policy-version",
-        type=int,
-        metavar="N",
-        help="of the weights that it serves (default: as it stands, else none)",
-    )
-    put.add_argument("--id", dest="server_id", metavar="ID", help="its name in the pool (default: made from the URL)")
-    drop = command(kinds, "rm", run_llm_rm, "take a server out of the pool")
-    drop.add_argument("server_id", metavar="ID", help="its name, from `llm ls`")
 
 
 def run_submit(args: argparse.Namespace) -> int:
@@ -246,82 +217,3 @@ async def _cancel(args: argparse.Namespace, config: Config) -> int:
         await Client(bus, args.run_name).cancel(args.task, args.index, reason=args.reason)
     print("Cancelled. Rollouts that had not ended are delivered with status `cancelled`.")
     return 0
-
-
-def run_llm_ls(args: argparse.Namespace) -> int:
-    """List the pool."""
-    return run_async(_llm_ls(args, config_of(args)))
-
-
-async def _llm_ls(args: argparse.Namespace, config: Config) -> int:
-    async with connected(config) as bus:
-        servers = [server async for _, server, _ in _pool(bus).items()]
-    if args.json:
-        print(to_json(servers))
-        return 0
-    rows = [(one.server_id, one.model, one.engine, one.mode, one.url, one.policy_version) for one in servers]
-    print(table(("id", "model", "engine", "mode", "url", "policy version"), rows))
-    return 0
-
-
-def run_llm_add(args: argparse.Namespace) -> int:
-    """Add a server to the pool."""
-    return run_async(_llm_add(args, config_of(args)))
-
-
-async def _llm_add(args: argparse.Namespace, config: Config) -> int:
-    from msgspec import structs
-
-    from rollyard.schemas import subjects
-    from rollyard.schemas.errors import ConfigError
-    from rollyard.schemas.fleet import LlmServer
-
-    if not args.url.startswith(("http://", "https://")):
-        raise ConfigError(f"{args.url!r} is not a URL", hint="for example http://127.0.0.1:8000")
-    url = args.url.rstrip("/").removesuffix("/v1")
-    server_id = args.server_id or url.partition("://")[2].replace(".", "-").replace(":", "-").replace("/", "-")
-    key = subjects.token(server_id)
-    server = LlmServer(
-        server_id=server_id,
-        url=url,
-        engine=args.engine,
-        model=args.model_name,
-        upstream_model=args.model,
-        mode=args.mode,
-        tokenizer=args.tokenizer,
-        api_key_env=args.api_key_env,
-        policy_version=args.policy_version,
-    )
-    async with connected(config) as bus:
-        standing = await _pool(bus).get(key)
-        if standing is not None and args.policy_version is None:
-            server = structs.replace(server, policy_version=standing[0].policy_version)
-        await _pool(bus).put(key, server)
-    print(f"{server_id} serves {server.model!r} from {url}.")
-    return 0
-
-
-def run_llm_rm(args: argparse.Namespace) -> int:
-    """Take a server out of the pool."""
-    return run_async(_llm_rm(args, config_of(args)))
-
-
-async def _llm_rm(args: argparse.Namespace, config: Config) -> int:
-    from rollyard.schemas import subjects
-    from rollyard.schemas.errors import ConfigError
-
-    async with connected(config) as bus:
-        key = subjects.token(args.server_id)
-        if await _pool(bus).get(key) is None:
-            raise ConfigError(f"no server {args.server_id!r} is in the pool", hint="`rollyard llm ls` lists them")
-        await _pool(bus).delete(key)
-    print(f"{args.server_id} is out of the pool.")
-    return 0
-
-
-def _pool(bus: Bus) -> Bucket[LlmServer]:
-    from rollyard.pipeline.kv import Bucket
-    from rollyard.schemas import subjects
-    from rollyard.schemas.fleet import LlmServer
-
-    return Bucket[LlmServer](bus, subjects.LLM_SERVERS, LlmServer)

@@ -64,6 +64,7 @@ class Stage:
                 policy_version=7,
                 mode="tokens" if tokenizer else "capture",
                 tokenizer=tokenizer,
+                parser="hermes" if tokenizer else "",
             )
         )
 

@@ -56,7 +56,7 @@ async def test_a_key_as_bearer_header_or_path(stage: Any) -> None:
         ({"messages": []}, "invalid_request", "`messages` is empty"),
         ({}, "invalid_request", "messages"),
         ({"messages": [{"content": "x"}]}, "invalid_request", "messages[0] has no role"),
-        ({"messages": [USER], "n": 2}, "unsupported_value", "n=2 is not supported"),
+        ({"messages": [USER], "n": 0}, "invalid_request", "n is 0"),
         ({"messages": [USER], "max_tokens": 0}, "invalid_request", "max_tokens is 0"),
         ({"messages": [USER], "temperature": "hot"}, "invalid_request", "temperature"),
     ],

@@ -19,6 +19,7 @@ from rollyard.schemas.fleet import LlmServer
 from rollyard.schemas.packed import TokenIds
 from rollyard.schemas.task import Sampling
 
+TOOLS = [{"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}]
 USER: dict[str, Any] = {"role": "user", "content": "hello"}
 
 
@@ -196,7 +197,7 @@ async def test_vllm_takes_ids_too_and_a_whole_conversation_is_one_chain(stage: A
     gateway = await stage.gateway()
     messages: list[dict[str, Any]] = [USER]
     for _ in turns:
-        status, body = await stage.ask(gateway, messages)
+        status, body = await stage.ask(gateway, messages, tools=TOOLS)
         assert status == 200, body
         reply = body["choices"][0]["message"]
         messages += [reply, {"role": "tool", "tool_call_id": reply["tool_calls"][0]["id"], "content": "a.txt"}]

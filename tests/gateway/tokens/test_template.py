@@ -64,19 +64,22 @@ def test_a_reply_without_text_suits_templates_that_need_text() -> None:
     adds = "{% for m in messages %}{{ m.role + m.content }}{% endfor %}"
     writes = "{% for m in messages %}{{ m.content }}|{% endfor %}"
     asks = "{% for m in messages %}{% if m.content is none %}null{% else %}text{% endif %}{% endfor %}"
-    knows = "{% for m in messages %}{% if m.content is not none %}{{ m.content }}{% else %}-{% endif %}{% endfor %}"
+    needs = (
+        "{% for m in messages %}{% if m.content is none %}{{ m.tool_calls[0].function.arguments | tojson }}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
 
     assert render(adds, [USER, reply]) == "userhiassistant"
     assert render(writes, [USER, reply]) == "hi||"
     assert render(asks, [USER, reply]) == "texttext"
-    assert render(knows, [USER, reply]) == "hi-"
+    assert render(needs, [USER, reply]) == "hi{}"
 
 
 @pytest.mark.parametrize(
     ("source", "says"),
     [
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        ("{{ messages.append(1) }}", "SecurityError"),
+        ("{{ messages[0].update({'a': 1}) }}", "SecurityError"),
         ("{{ ''.__class__.__mro__ }}", "SecurityError"),
         ("{{ missing.field }}", "UndefinedError"),
         ("{{ 1 / 0 }}", "ZeroDivisionError"),

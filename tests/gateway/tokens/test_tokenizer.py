@@ -116,8 +116,9 @@ def test_half_a_surrogate_pair_is_a_replacement_character(tokenizer: TextTokeniz
 
 def test_leading_special(tokenizer: TextTokenizer) -> None:
     end = tokenizer.specials["<|im_end|>"]
-    assert tokenizer.leading_special("<|im_end|>\nx") == (end, "\nx")
-    assert tokenizer.leading_special("\n <|im_end|>x") == (end, "x")
+    assert tokenizer.leading_special("<|im_end|>\nx") == (0, 10, end)
+    assert tokenizer.leading_special("\n <|im_end|>x") == (2, 12, end)
+    assert tokenizer.leading_special("x <|im_end|>", 1) == (2, 12, end)
     assert tokenizer.leading_special("x<|im_end|>") is None
     assert tokenizer.leading_special("") is None
 
@@ -151,7 +152,7 @@ def test_what_is_no_tokenizer_is_refused(tmp_path: Path, name: str, content: str
 def test_a_tokenizer_that_is_not_byte_level_is_refused() -> None:
     backend = Tokenizer(models.BPE({"a": 0}, []))
     backend.decoder = decoders.Metaspace()
-    with pytest.raises(ConfigError, match="Metaspace, not ByteLevel"):
+    with pytest.raises(ConfigError, match="decodes with Metaspace: neither"):
         TextTokenizer(backend)
 
 

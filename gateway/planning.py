@@ -1,0 +1,158 @@
+"""From a request to a call that can be dispatched: what it continues, its prompt, its parameters, its intent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from msgspec import structs
+
+from rollyard.gateway.exchange import ModelRequest
+from rollyard.gateway.history import ROOT, fold, holds_unknown_reply, settings_digest
+from rollyard.gateway.keys import SessionGrant
+from rollyard.gateway.metrics import GatewayMetrics
+from rollyard.gateway.pool import PoolEntry
+from rollyard.gateway.refusal import Refusal, context_length_exceeded, unavailable
+from rollyard.gateway.renderers import Prompt, Renderers
+from rollyard.gateway.sampling import effective
+from rollyard.gateway.sessions import KnownCall, Session, asked_digest
+from rollyard.gateway.tokens.reply import ReplyReader
+from rollyard.pipeline.bus import Bus
+from rollyard.schemas.call import CallIntent
+from rollyard.schemas.errors import ConfigError, ModelError
+from rollyard.schemas.packed import TokenIds
+
+SNAPSHOT_WALK: Final = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a request stands in its session.
+
+    `parent` is the call that it continues, `shared` how many leading messages both have. `drift` says why the parent's
+    ids cannot be continued, if they cannot: the messages or the settings are not the same.
+    """
+
+    parent: KnownCall | None
+    shared: int
+    settings: bytes
+    asked: bytes
+    drift: str | None = None
+
+    @property
+    def same_settings(self) -> bool:
+        """Whether tools and template options are the parent's."""
+        return self.settings == (self.parent.settings if self.parent else ROOT)
+
+
+@dataclass(slots=True, kw_only=True)
+class Plan:
+    """A call that is ready to be dispatched."""
+
+    request: ModelRequest
+    intent: CallIntent
+    session: Session
+    place: Place
+    entry: PoolEntry
+    prompt: Prompt | None
+    vocab_size: int
+    snapshot: bool = False
+    policy_version: int | None = None
+
+    @property
+    def prompt_ids(self) -> TokenIds | None:
+        """What is sent in tokens mode."""
+        return self.prompt.ids if self.prompt is not None else None
+
+    def reader(self) -> ReplyReader | None:
+        """Reads the reply from its ids, in tokens mode."""
+        if self.prompt is None:
+            return None
+        none = self.request.extras.get("tool_choice") == "none" or self.request.prompt is not None
+        tools = None if none else self.request.tools
+        return self.prompt.reader(tools, self.intent.params.get("stop", ()), self.entry.server.parser)
+
+
+async def find_place(
+    session: Session, request: ModelRequest, bus: Bus, metrics: GatewayMetrics, *, limited: bool
+) -> Place:
+    """Where a request stands. Catches up from the log when it holds a reply that is not known here. Raises BusError."""
+    messages = request.messages
+    digests = session.digests(messages)
+    chains = fold(ROOT, digests)
+    parent, shared = session.match(chains)
+    if limited or holds_unknown_reply(messages, shared):
+        metrics.catch_ups.inc()
+        await session.catch_up(bus)
+        digests = session.digests(messages)
+        chains = fold(ROOT, digests)
+        parent, shared = session.match(chains)
+    template = request.extras.get("chat_template_kwargs")
+    settings = settings_digest(request.tools, template)
+    drift: str | None = None
+    if parent is None and holds_unknown_reply(messages, 0):
+        parent, shared = session.nearest(digests, chains)
+        if parent is not None:
+            drift = "system_changed" if not shared else "history_edited"
+    if drift is None and parent is not None and settings != parent.settings:
+        drift = "tools_changed"
+    tip = chains[-1] if chains else ROOT
+    return Place(
+        parent=parent,
+        shared=shared,
+        settings=settings,
+        asked=asked_digest(tip, settings, request.ids),
+        drift=drift,
+    )
+
+
+async def make_prompt(renderers: Renderers, entry: PoolEntry, request: ModelRequest, place: Place) -> Prompt:
+    """The prompt in tokens mode. Raises Refusal."""
+    try:
+        renderer = await renderers.get(entry.server.tokenizer)
+        return await renderer.next_prompt(request, place.parent, place.shared, place.drift)
+    except ConfigError as error:
+        raise unavailable(f"model server {entry.server.server_id}: {error}", code="no_tokenizer") from error
+    except ModelError as error:
+        raise Refusal(400, "invalid_messages", error.message, hint=error.hint, param="messages") from error
+
+
+def make_params(
+    request: ModelRequest,
+    grant: SessionGrant,
+    *,
+    choice: int,
+    tokens_left: int | None,
+    max_context: int,
+    prompt: Prompt | None,
+) -> dict[str, Any]:
+    """The sampling parameters of a call. Raises Refusal when the prompt leaves no room for a reply."""
+    params = effective(request.params, grant, request.messages, tokens_left, choice)
+    if prompt is not None and max_context:
+        room = max_context - len(prompt.ids)
+        if room < 1:
+            raise context_length_exceeded(max_context, len(prompt.ids))
+        params["max_tokens"] = min(params.get("max_tokens", room), room)
+    return params
+
+
+def snapshot_due(parent: KnownCall | None) -> bool:
+    """Whether a record is written whole, so that no reader walks far.
+
+    The distance grows with the conversation: all snapshots together are not larger than the last one twice.
+    """
+    return parent is not None and parent.walk >= max(SNAPSHOT_WALK, parent.turn // 2)
+
+
+def as_delta(intent: CallIntent, request: ModelRequest, place: Place, *, snapshot: bool) -> CallIntent:
+    """The intent with what the parent's record does not hold."""
+    shared = 0 if snapshot else place.shared
+    own_tools = snapshot or not place.same_settings
+    return structs.replace(
+        intent,
+        parent=place.parent.call_id if place.parent else None,
+        shared_messages=shared,
+        messages=request.messages[shared:],
+        tools=(request.tools or []) if own_tools else None,
+        template=(request.extras.get("chat_template_kwargs") or {}) if own_tools else {},
+    )
