@@ -81,8 +81,9 @@ def _calls(protocol: Protocol) -> Handler:
 
 async def _asked(request: web.Request, protocol: Protocol) -> ModelRequest:
     """What the agent asks for, with what it says of itself. Raises Refusal."""
-    asked = protocol.parse(await _body(request), request.headers)
-    asked = structs.replace(asked, ids=agent_ids(request.headers, asked))
+    body = await _body(request)
+    asked = protocol.parse(body, request.headers)
+    asked = structs.replace(asked, ids=agent_ids(request.headers, asked), body_bytes=len(body))
     return structs.replace(asked, scenario=classify(asked))
 
 

@@ -146,6 +146,14 @@ class Call:
         entry = await self._choose()
         vocab_size = entry.probe.vocab_size if entry.probe else 0
         prompt = None
+        if entry.server.mode == "capture" and "prompt_ids" in request.context:
+            raise Refusal(
+                400,
+                "unsupported_value",
+                f"model server {entry.server.server_id} takes a prompt as text only",
+                hint="send text, or use a server in tokens mode",
+                param="prompt",
+            )
         if entry.server.mode == "tokens":
             prompt = await make_prompt(gateway.renderers, entry, request, place)
             vocab_size = vocab_size or prompt.model.renderer.tokenizer.vocab_size
@@ -195,6 +203,7 @@ class Call:
             prompt=request.prompt,
             extras={name: value for name, value in request.extras.items() if name != "chat_template_kwargs"},
             params=params,
+            request_bytes=request.body_bytes,
             drift=drift,
         )
 
@@ -381,6 +390,7 @@ def same_request(one: ModelRequest, other: ModelRequest) -> bool:
     return (
         len(one.messages) == len(other.messages)
         and (one.ids.thread, one.ids.sub_agent) == (other.ids.thread, other.ids.sub_agent)
+        and one.context.get("prompt_ids") == other.context.get("prompt_ids")
         and (one.prompt, one.tools, one.params, one.extras) == (other.prompt, other.tools, other.params, other.extras)
         and one.messages == other.messages
     )

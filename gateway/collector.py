@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
 from rollyard.gateway.engines.engine import EngineChunk
 from rollyard.gateway.exchange import Delta
@@ -50,6 +51,7 @@ class Collector:
         self._usage: Usage | None = None
         self._unchecked: Usage | None = None
         self._cached_tokens: int | None = None
+        self._reasoning_tokens = 0
         self._segment_start = 0
         self._fault: str | None = None
         self._constrained: str | None = None
@@ -71,11 +73,15 @@ class Collector:
         self._told_stop_string = chunk.stop_string or self._told_stop_string
         if chunk.policy_version is not None:
             self.told_version = chunk.policy_version
+        piece = Piece(chunk.reasoning, chunk.text)
         if self._reader is not None:
-            return self._take(self._reader.push(chunk.token_ids or TokenIds(), chunk.text if chunk.fault else None))
-        for delta in chunk.tool_calls:
-            self._add_tool_call(delta)
-        return self._take(Piece(chunk.reasoning, chunk.text))
+            piece = self._reader.push(chunk.token_ids or TokenIds(), chunk.text if chunk.fault else None)
+        else:
+            for delta in chunk.tool_calls:
+                self._add_tool_call(delta)
+        if piece.reasoning and chunk.token_ids is not None:
+            self._reasoning_tokens += len(chunk.token_ids)
+        return self._take(piece)
 
     def end(self) -> Delta | None:
         """The reply is over: what was held back of it."""
@@ -171,12 +177,13 @@ class Collector:
     def usage(self) -> Usage:
         """Token counts: counted from the ids in tokens mode, else the server's own."""
         if self._usage is not None and not self._sent_prompt:
-            return self._usage
+            return structs.replace(self._usage, reasoning_tokens=self._usage.reasoning_tokens or self._reasoning_tokens)
         cached = self._usage.cached_tokens if self._usage is not None else 0
         return Usage(
             prompt_tokens=len(self.prompt_ids),
             completion_tokens=max(len(self.completion_ids), self._usage.completion_tokens if self._usage else 0),
             cached_tokens=self._cached_tokens if self._cached_tokens is not None else cached,
+            reasoning_tokens=self._reasoning_tokens,
         )
 
     def inexact(self) -> str | None:

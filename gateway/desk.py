@@ -37,6 +37,8 @@ class PoolDesk:
         self.incarnation = incarnation
         self.pool = pool
         self.servers = LlmServers(bus)
+        self.ready = asyncio.Event()
+        """Set once it listens."""
         self._controls = controls
         self._gateways: Gateways | None = None
         self._updates: set[asyncio.Task[WeightReport]] = set()
@@ -52,6 +54,7 @@ class PoolDesk:
                 self._subscribed(subjects.gateway_pool_subject(self.incarnation), self._answer),
                 self._subscribed(subjects.WEIGHTS_SUBJECT, take, queue=_QUEUE),
             ):
+                self.ready.set()
                 try:
                     await asyncio.Event().wait()
                 finally:

@@ -38,6 +38,7 @@ class ModelRequest(Struct, frozen=True, kw_only=True):
     ids: Annotated[AgentIds, Meta(description="what the agent says of itself")] = AgentIds()
     scenario: Annotated[Scenario, Meta(description="what the call is for")] = "main"
     prompt: Annotated[str | None, Meta(description="bare text to continue (/v1/completions)")] = None
+    body_bytes: Annotated[int, Meta(description="size of the request's body")] = 0
     context: Annotated[dict[str, Any], Meta(description="what the adapter needs again to phrase the reply")] = {}
 
 

@@ -106,7 +106,7 @@ def _parsed_call(call: Any) -> Any:
         return call
     try:
         arguments = msgspec.json.decode(function["arguments"] or "{}")
-    except (msgspec.DecodeError, UnicodeEncodeError):
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
         return call
     return {**call, "function": {**function, "arguments": arguments}}
 
@@ -143,12 +143,16 @@ class Canonical:
 
     def form(self, message: Message) -> bytes:
         """The canonical form of a message as JSON."""
+        original = message
         for name, rule in self.rules.items():
             changed = rule(message)
             if changed is not message:
                 self.counts[name] += 1
                 message = changed
-        return _json.encode(message)
+        try:
+            return _json.encode(message)
+        except RecursionError:  # arguments can be parsed deeper than they can be written
+            return _json.encode(original)
 
     def digests(self, messages: Sequence[Message]) -> list[bytes]:
         """A digest of the canonical form of each message."""

@@ -7,8 +7,8 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Final
 
 import structlog
@@ -26,6 +26,10 @@ from rollyard.schemas.weights import ServerView
 
 log = structlog.get_logger(__name__)
 
+Prepare = Callable[[LlmServer], Awaitable[str]]
+"""Loads what a server in tokens mode needs, and gives the findings about its template. Raises ConfigError."""
+
+HEALTH_WAIT_S: Final = 2.0
 PROBE_TIMEOUT_S: Final = 60.0
 PROBE_MIN_S: Final = 0.25
 PROBE_MAX_S: Final = 10.0
@@ -35,6 +39,10 @@ _RETRY_PAUSED_S: Final = 5
 
 class OutOfService(Refusal):
     """No server takes the call now, but one that is out of service for a while would: 503 with Retry-After."""
+
+
+class NotHealthy(Refusal):
+    """No server is healthy, but they are looked at again and again: 503 with Retry-After."""
 
 
 class PoolEntry:
@@ -49,6 +57,7 @@ class PoolEntry:
         self.breaker = CircuitBreaker()
         self.suspected = asyncio.Event()
         self.trouble = "it was not probed yet"
+        self.template = ""
 
     @property
     def trainable(self) -> bool:
@@ -84,7 +93,8 @@ class PoolEntry:
 class ServerPool:
     """Follows the `llm_servers` bucket and probes what it finds there. `run()` must be running."""
 
-    def __init__(self, bus: Bus, engines: Mapping[str, Engine]) -> None:
+    def __init__(self, bus: Bus, engines: Mapping[str, Engine], prepare: Prepare | None = None) -> None:
+        self._prepare = prepare
         self.revision = 0
         """Newest change of the bucket that is taken into account."""
         self._bucket: Bucket[LlmServer] = Bucket(bus, subjects.LLM_SERVERS, LlmServer)
@@ -109,6 +119,7 @@ class ServerPool:
                 calls=self._calls[server_id],
                 healthy=entry.healthy and not entry.breaker.is_open,
                 trouble=entry.trouble,
+                template=entry.template,
             )
         return tuple(views.values())
 
@@ -146,7 +157,7 @@ class ServerPool:
         while True:
             try:
                 async with asyncio.timeout(PROBE_TIMEOUT_S):
-                    entry.probe = await self._probe(entry.server)
+                    entry.probe = await self._probe(entry)
             except Exception as error:  # noqa: BLE001 - whatever a foreign server answers, the pool goes on
                 entry.trouble = str(error) or type(error).__name__
                 log.info("server_not_healthy", server=entry.server.server_id, error=entry.trouble)
@@ -161,7 +172,8 @@ class ServerPool:
                 log.warning("server_not_trainable", server=entry.server.server_id, reason=entry.probe.reason)
             await entry.suspected.wait()
 
-    async def _probe(self, server: LlmServer) -> Probe:
+    async def _probe(self, entry: PoolEntry) -> Probe:
+        server = entry.server
         engine = self._engines.get(server.engine)
         if engine is None:
             raise ModelError(f"this gateway knows no engine {server.engine!r}", hint="update Rollyard there")
@@ -171,6 +183,8 @@ class ServerPool:
             )
         if server.mode == "tokens" and not server.tokenizer:
             raise ModelError("tokens mode needs a tokenizer", hint="set `tokenizer` of the server's entry")
+        if server.mode == "tokens" and self._prepare is not None:
+            entry.template = await self._prepare(server)
         return await engine.probe(server)
 
     # --- calls ---
@@ -287,21 +301,22 @@ class ServerPool:
     ) -> PoolEntry:
         """What `pick` gives, after waiting up to `wait_s` while all servers left are out of service.
 
+        Also after a moment while none is healthy: one whose connection broke is mostly well again at the next look.
         Raises Refusal as `pick` does.
         """
-        refused: OutOfService | None = None
-        try:
-            async with asyncio.timeout(wait_s):
-                while True:
-                    changed = self._changed
-                    try:
-                        return self.pick(model, session, training=training, mode=mode, without=without, tokens=tokens)
-                    except OutOfService as refusal:
-                        refused = refusal
+        began_s = time.monotonic()
+        while True:
+            changed = self._changed
+            try:
+                return self.pick(model, session, training=training, mode=mode, without=without, tokens=tokens)
+            except (OutOfService, NotHealthy) as refusal:
+                patience_s = wait_s if isinstance(refusal, OutOfService) else min(wait_s, HEALTH_WAIT_S)
+                left_s = began_s + patience_s - time.monotonic()
+                if left_s <= 0:
+                    raise
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
                     await changed.wait()
-        except TimeoutError:
-            assert refused is not None
-            raise refused from None
 
 
 def _check_trainable(known: list[PoolEntry]) -> None:
@@ -329,9 +344,10 @@ def _refusal(model: str, known: list[PoolEntry], wanted: list[PoolEntry], now_s:
         )
     troubled = [entry for entry in known if not entry.healthy or entry.breaker.is_open]
     waits_s = [entry.breaker.wait_s(now_s) for entry in troubled if entry.healthy]
-    return unavailable(
+    return NotHealthy(
+        503,
+        "no_server",
         f"no server for model {model!r} is healthy: "
         + "; ".join(f"{entry.server.server_id}: {entry.trouble}" for entry in troubled),
-        code="no_server",
         retry_after_s=max(1, math.ceil(min(waits_s, default=0))),
     )

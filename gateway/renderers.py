@@ -8,16 +8,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import structlog
+
 from rollyard.gateway.exchange import ModelRequest
 from rollyard.gateway.sessions import KnownCall
 from rollyard.gateway.tokens.parsers import ends_in_reasoning, family_of, make_parser
 from rollyard.gateway.tokens.renderer import Renderer
 from rollyard.gateway.tokens.reply import ReplyReader
+from rollyard.gateway.tokens.selftest import check_template
 from rollyard.gateway.tokens.template import ChatTemplate
 from rollyard.gateway.tokens.tokenizer import load_tokenizer
 from rollyard.schemas.call import Message
 from rollyard.schemas.errors import ConfigError
+from rollyard.schemas.fleet import LlmServer
 from rollyard.schemas.packed import TokenIds
+
+log = structlog.get_logger(__name__)
 
 # Below this many messages, encoding costs less than the hop to a thread.
 INLINE_MESSAGES: Final = 8
@@ -46,12 +52,15 @@ class ModelRenderer:
     def __init__(self, renderer: Renderer, family: str) -> None:
         self.renderer = renderer
         self.family = family
+        self.report = check_template(renderer)
 
     async def next_prompt(
         self, request: ModelRequest, parent: KnownCall | None, shared: int, drift: str | None
     ) -> Prompt:
         """The prompt of a request that continues `parent`, unless there is a drift. Raises ModelError."""
         options = request.extras.get("chat_template_kwargs") or {}
+        if (given := request.context.get("prompt_ids")) is not None:
+            return Prompt(given, None, self)
         if request.prompt is not None:
             return Prompt(self.renderer.tokenizer.encode_rendered(request.prompt, ""), None, self)
         if parent is not None and drift is None:
@@ -87,7 +96,14 @@ class Renderers:
             renderer = self._renderers.get(path)
             if renderer is None:
                 renderer = self._renderers[path] = await asyncio.to_thread(_load, path)
+                tell = log.info if renderer.report.append_only else log.warning
+                tell("chat_template", tokenizer=path, family=renderer.family, findings=renderer.report.summary)
             return renderer
+
+    async def prepare(self, server: LlmServer) -> str:
+        """Load what a server in tokens mode needs; returns the findings about its template. Raises ConfigError."""
+        renderer = await self.get(server.tokenizer)
+        return f"{server.parser or renderer.family}; {renderer.report.summary}"
 
 
 def _load(path: str) -> ModelRenderer:

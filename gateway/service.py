@@ -66,7 +66,8 @@ async def gateway_service(
     async with http_client() as client, recorder.running(settings.flush_s):
         kinds = engines(client)
         canonical = Canonical(settings.canonical_off)
-        pool = ServerPool(bus, kinds)
+        renderers = Renderers()
+        pool = ServerPool(bus, kinds, renderers.prepare)
         gateway = Gateway(
             bus=bus,
             incarnation=incarnation,
@@ -77,7 +78,7 @@ async def gateway_service(
             sessions=Sessions(canonical, settings.cache_max_bytes),
             canonical=canonical,
             recorder=recorder,
-            renderers=Renderers(),
+            renderers=renderers,
             guard=LogGuard(bus, metrics, settings.full_at),
             metrics=metrics,
             run_models=RunModels(bus),

@@ -63,6 +63,7 @@ class CallIntent(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="int
     supersedes: Annotated[str | None, Meta(description="dead call that this one repeats")] = None
     extras: Annotated[dict[str, Any], Meta(description="tool_choice, response_format and the like, as asked")] = {}
     params: Annotated[dict[str, Any], Meta(description="sampling parameters as sent to the server")] = {}
+    request_bytes: Annotated[int, Meta(description="size of the agent's request body")] = 0
     drift: Annotated[str | None, Meta(description="why the parent's ids were not continued; null: they were")] = None
     schema_version: SchemaVersion = SCHEMA_VERSION
 
@@ -122,8 +123,6 @@ class CallEnd(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="end", 
         tuple[VersionSpan, ...], Meta(description="of completion_ids, where the weights changed in mid-reply")
     ] = ()
     stop_string: Annotated[str | None, Meta(description="stop string that ended the reply")] = None
-    request_bytes: Annotated[int, Meta(description="size of the agent's request body")] = 0
-    reply_bytes: Annotated[int, Meta(description="size of what was sent to the agent")] = 0
     timings: Annotated[CallTimings, Meta(description="durations")] = CallTimings()
     schema_version: SchemaVersion = SCHEMA_VERSION
 

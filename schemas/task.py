@@ -40,6 +40,9 @@ class AgentSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, o
     sampling: Annotated[Sampling, Meta(description="sampling parameters of every call")] = Sampling()
     max_calls: Annotated[int, Meta(ge=1, description="model calls an attempt may make; null: no limit")] | None = None
     max_tokens: Annotated[int, Meta(ge=1, description="sampled tokens of all calls; null: no limit")] | None = None
+    max_wall_s: (
+        Annotated[float, Meta(gt=0, description="no model call later than so after RUN began; null: no limit")] | None
+    ) = None
     args: Annotated[dict[str, Any], Meta(description="options of the harness")] = {}
 
 

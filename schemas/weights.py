@@ -69,6 +69,7 @@ class ServerView(Struct, frozen=True, kw_only=True, omit_defaults=True):
     calls: Annotated[int, Meta(ge=0, description="calls that run there")] = 0
     healthy: Annotated[bool, Meta(description="whether it would get calls, were it serving")] = False
     trouble: Annotated[str, Meta(description="why it is not healthy")] = ""
+    template: Annotated[str, Meta(description="findings about its chat template, in tokens mode")] = ""
 
 
 class PoolView(Struct, frozen=True, kw_only=True, omit_defaults=True):

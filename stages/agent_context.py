@@ -7,7 +7,7 @@ from rollyard.harnesses.harness import AgentContext, Harness
 from rollyard.schemas.rollout import RolloutState
 from rollyard.schemas.task import Task
 from rollyard.stages.sandbox import Sandbox
-from rollyard.stages.stage import StageContext
+from rollyard.stages.stage import StageContext, now_ms
 
 
 def agent_context(
@@ -23,6 +23,7 @@ def agent_context(
         sampling=agent.sampling,
         max_calls=agent.max_calls,
         max_tokens=agent.max_tokens,
+        expires_ms=now_ms() + int(agent.max_wall_s * 1000) if agent.max_wall_s is not None else None,
         training=state.training,
     )
     return AgentContext(

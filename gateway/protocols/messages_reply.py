@@ -50,7 +50,7 @@ def tool_input(arguments: str) -> Any:
     try:
         if isinstance(msgspec.json.decode(arguments), dict):
             return msgspec.Raw(arguments.encode())
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         pass
     return {UNPARSED: {"raw": arguments, "len": utf16_units(arguments)}}
 

@@ -71,26 +71,28 @@ class Continuation:
 def continuation(tokenizer: TextTokenizer, template: ChatTemplate, turn: Turn) -> Continuation | None:
     """What is behind the reply; None when the template writes the past differently once there is more."""
     bare = [outline(message, "") for message in turn.history]
-    marks = free_characters(words([bare, reply_outline(turn.reply, "", ""), turn.new]), 4)
+    given = [reply_outline(turn.reply, "", ""), turn.new, dict(turn.options or {})]
+    marks = free_characters(words([bare, given]), 4)
     past, tools = [outline(message, marks[0]) for message in turn.history], tools_outline(turn.tools, marks[0])
     found = _rendered(tokenizer, template, Turn(past, turn.reply, turn.new, tools, turn.options), marks)
     if found is None or marks[0] not in found.text:
         return found
     # The template repeats words of the past behind the reply: only the words themselves will do.
     past = plain_messages(turn.history)
-    marks = free_characters(words([past, reply_outline(turn.reply, "", ""), turn.new, turn.tools or []]), 4)
+    marks = free_characters(words([past, given, turn.tools or []]), 4)
     return _rendered(tokenizer, template, Turn(past, turn.reply, turn.new, turn.tools, turn.options), marks)
 
 
 def _rendered(tokenizer: TextTokenizer, template: ChatTemplate, turn: Turn, marks: list[str]) -> Continuation | None:
     _, escape, said, argument = marks
     reply = reply_outline(turn.reply, said, argument)
-    past, answer, new, tools = map_words(
-        [turn.history, reply, turn.new, turn.tools], lambda text: tokenizer.break_specials(text, escape)
+    past, answer, new, tools, options = map_words(
+        [turn.history, reply, turn.new, turn.tools, dict(turn.options or {})],
+        lambda text: tokenizer.break_specials(text, escape),
     )
 
     def render(messages: list[Message], prompt: bool) -> str:
-        return unescaped(template.render(messages, tools, prompt, turn.options), marks)
+        return unescaped(template.render(messages, tools, prompt, options), marks)
 
     try:
         closed, text = render([*past, answer], False), render([*past, answer, *new], True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 from rollyard.gateway.tokens.continuation import Turn, continuation
@@ -23,16 +24,19 @@ class Renderer:
     def __init__(self, tokenizer: TextTokenizer, template: ChatTemplate) -> None:
         self.tokenizer = tokenizer
         self.template = template
-        self._looks_at_end: dict[str, bool] = {}
+        self._looks_at_end = lru_cache(maxsize=64)(self._try_ends)
 
     def prompt(
         self, messages: list[Message], tools: list[Message] | None, options: Mapping[str, Any] | None = None
     ) -> TokenIds:
         """Ids of the whole conversation and the generation prompt. Raises ModelError when it cannot be rendered."""
         plain = plain_messages(messages)
-        (escape,) = free_characters(words([plain, tools or []]), 1)
-        safe, declared = map_words([plain, tools], lambda text: self.tokenizer.break_specials(text, escape))
-        text = self.template.render(safe, declared, True, options)
+        given = dict(options or {})
+        (escape,) = free_characters(words([plain, tools or [], given]), 1)
+        safe, declared, variables = map_words(
+            [plain, tools, given], lambda text: self.tokenizer.break_specials(text, escape)
+        )
+        text = self.template.render(safe, declared, True, variables)
         return self.tokenizer.encode_rendered(unescaped(text, [escape]), escape)
 
     def suffix(
@@ -66,10 +70,10 @@ class Renderer:
 
     def looks_at_end_only(self, tools: bool, options: Mapping[str, Any] | None = None) -> bool:
         """Whether what the template writes behind a reply depends on the last few messages only; found by trying."""
-        key = json.dumps([tools, options or {}], sort_keys=True, default=str)
-        if key not in self._looks_at_end:
-            self._looks_at_end[key] = all(self._same_at_end(turn) for turn in _trials(tools, options))
-        return self._looks_at_end[key]
+        return self._looks_at_end(tools, json.dumps(options or {}, sort_keys=True, default=str))
+
+    def _try_ends(self, tools: bool, options: str) -> bool:
+        return all(self._same_at_end(turn) for turn in _trials(tools, json.loads(options)))
 
     def _same_at_end(self, turn: Turn) -> bool:
         end = Turn(end_of(turn.history), turn.reply, turn.new, turn.tools, turn.options)

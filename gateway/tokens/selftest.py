@@ -42,7 +42,7 @@ class TemplateReport:
         if not self.tools:
             parts.append("tools are not shown to the model")
         elif not self.tool_results:
-            parts.append("results of tools are not shown to the model")
+            parts.append("calls or their results are not shown to the model")
         elif not self.parallel_calls:
             parts.append("one call at a time")
         if not self.system:
@@ -95,11 +95,11 @@ def _steps(tools: list[Message]) -> list[tuple[str, Turn]]:
     system: Message = {"role": "system", "content": "instructions"}
     start, call, result = [system, _user()], _asks("c00000000"), _result("c00000000")
     return [
-        ("a user message", Turn(start, _says(), [_user()])),
+        ("a user message", Turn(start, _says(), [_user("next")])),
         ("a tool result", Turn(start, call, [result], tools)),
         ("a second tool result", Turn([*start, call, result], call, [result], tools)),
-        ("a tool result and a user message", Turn(start, call, [result, _user()], tools)),
-        ("a user message once tools were used", Turn([*start, call, result], _says(), [_user()], tools)),
+        ("a tool result and a user message", Turn(start, call, [result, _user("next")], tools)),
+        ("a user message once tools were used", Turn([*start, call, result], _says(), [_user("next")], tools)),
     ]
 
 
@@ -122,8 +122,8 @@ def _tool() -> Message:
     return {"type": "function", "function": {"name": _NAME, "description": "Looks it up.", "parameters": parameters}}
 
 
-def _user() -> Message:
-    return {"role": "user", "content": "question"}
+def _user(text: str = "question") -> Message:
+    return {"role": "user", "content": text}
 
 
 def _says() -> Message:

@@ -167,3 +167,11 @@ def test_common_prefix(a: list[int], b: list[int]) -> None:
     count = common_prefix(TokenIds.of(a), TokenIds.of(b))
     assert a[:count] == b[:count]
     assert a[: count + 1] != b[: count + 1] or count == len(a) == len(b)
+
+
+def test_arguments_that_are_nested_without_end_are_text() -> None:
+    forms = set()
+    for depth in (500, 900, 1000, 5000, 100_000):
+        function = {"name": "f", "arguments": "[" * depth + "]" * depth}
+        forms.add(Canonical().form({"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}))
+    assert len(forms) == 5

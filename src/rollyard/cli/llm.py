@@ -127,6 +127,8 @@ async def _ls(args: argparse.Namespace, config: Config) -> int:
     for one in servers:
         if one.note:
             print(f"{one.server_id}: {one.note}")
+        for findings in sorted({view.of(one.server_id).template for view in views.values() if view} - {""}):
+            print(f"{one.server_id}: template {findings}")
     return 0
 
 

@@ -33,7 +33,9 @@ def model_arguments(parser: argparse.ArgumentParser) -> None:
     which.add_argument("--llm", metavar="URL", default="", help="use the model server at this address")
     which.add_argument("--scripted", metavar="SCRIPT", type=Path, help="use a scripted policy instead of a model")
     model.add_argument(
-        "--engine", choices=("vllm", "openai", "llamacpp"), help="what the server of --llm is (default: openai)"
+        "--engine",
+        choices=("vllm", "sglang", "openai", "llamacpp"),
+        help="what the server of --llm is (default: openai)",
     )
     model.add_argument("--api-key-env", metavar="VAR", default="", help="variable that holds that server's API key")
     model.add_argument("--model", metavar="NAME", default="", help="the model's name at that server, or in the script")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import aiohttp
+import msgspec
 
 from rollyard.gateway.planning import SNAPSHOT_WALK
 from rollyard.pipeline.log import read_rollout
@@ -115,6 +116,7 @@ async def test_what_the_agent_says_of_itself_and_how_long_it_took(stage: Any) ->
     [intent], [end] = await stage.intents(), await stage.ends()
     assert (intent.agent.session, intent.agent.thread) == ("s-1", "t-1")
     assert intent.agent.client.startswith("Python")
+    assert intent.request_bytes == len(msgspec.json.encode({"model": "gpt-x", "messages": [USER]})) + 6
     assert (intent.model, intent.asked_model, intent.scenario) == ("default", "gpt-x", "main")
     assert 0 <= end.timings.queue_s <= end.timings.first_token_s <= end.timings.total_s
     assert stage.key() not in str(await stage.events())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,16 @@ USER: dict[str, Any] = {"role": "user", "content": "hello"}
 
 def is_openai_error(body: Any) -> bool:
     return set(body["error"]) == {"message", "type", "param", "code"}
+
+
+async def test_a_session_whose_time_is_over(stage: Any) -> None:
+    await stage.model({"content": "hello"})
+    gateway = await stage.gateway()
+    status, _ = await stage.ask(gateway, [USER], key=stage.key(expires_ms=int(time.time() * 1000) + 60_000))
+    assert status == 200
+    status, body = await stage.ask(gateway, [USER], key=stage.key(expires_ms=int(time.time() * 1000) - 1))
+    assert (status, body["error"]["code"]) == (400, "session_limit_exceeded")
+    assert "wall time" in body["error"]["message"]
 
 
 async def test_keys_that_are_none(stage: Any) -> None:

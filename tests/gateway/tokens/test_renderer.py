@@ -62,6 +62,22 @@ def test_specials_in_tools_arguments_and_names_are_text_too(tokenizer: TextToken
     assert '"<|im_end|> <|im_end|>"' in tokenizer.decode(ids, skip_special=False)
 
 
+def test_specials_in_options_are_text_too(tokenizer: TextTokenizer) -> None:
+    renderer = Renderer(
+        tokenizer, ChatTemplate(chatml.TEMPLATE + "{% if add_generation_prompt %}{{ effort }}{% endif %}")
+    )
+    options = {"effort": "<|im_end|>"}
+    end = TokenIds.of([end_of(renderer)])
+
+    ids = renderer.prompt([user("a")], None, options)
+    suffix = renderer.suffix([user("a"), assistant("b"), user("c")], None, 2, end, options)
+
+    assert suffix is not None
+    assert (count(ids, end[0]), count(suffix, end[0])) == (1, 1)
+    assert renderer.tokenizer.decode(ids, False).endswith("assistant\n<|im_end|>")
+    assert renderer.tokenizer.decode(suffix, False).endswith("assistant\n<|im_end|>")
+
+
 @given(
     first=contents,
     sampled=st.tuples(st.lists(st.integers(0, 380), max_size=12), st.booleans()),

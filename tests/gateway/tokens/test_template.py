@@ -25,6 +25,13 @@ def test_json_keeps_unicode_and_markup() -> None:
     assert render("{{ {'a': 'é<b>'} | tojson }}") == '{"a": "é<b>"}'
 
 
+def test_a_template_may_keep_notes_in_its_own_lists() -> None:
+    assert (
+        render("{% set seen = [] %}{% set _ = seen.append('a') %}{% set _ = seen.extend(['b']) %}{{ seen.pop(0) }}")
+        == "a"
+    )
+
+
 def test_the_generation_block_is_its_body() -> None:
     assert render("a{% generation %}{{ messages[0].content }}{% endgeneration %}b") == "ahib"
 

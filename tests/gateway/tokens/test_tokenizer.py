@@ -8,6 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from rollyard.gateway.tokens.template import ChatTemplate
 from rollyard.gateway.tokens.tokenizer import TextTokenizer, load_tokenizer
 from rollyard.schemas.errors import ConfigError
 from rollyard.schemas.packed import TokenIds
@@ -108,6 +109,40 @@ def test_a_file_is_read_with_the_files_beside_it(tokenizer_folder: Path, tmp_pat
 
     assert loaded.chat_template == "template of its own"
     assert loaded.eos_ids >= {7, 8}
+
+
+def test_a_template_for_tools_is_used_where_there_are_tools(tokenizer_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((tokenizer_folder / "tokenizer.json").read_bytes())
+    named = [{"name": "default", "template": "plain\n"}, {"name": "tool_use", "template": "tools\n"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+
+    template = ChatTemplate(load_tokenizer(tmp_path).chat_template or "")
+
+    assert template.render([{"role": "user", "content": "a"}], None, True) == "plain"
+    assert template.render([{"role": "user", "content": "a"}], [{"type": "function"}], True) == "tools"
+
+
+@pytest.mark.parametrize(
+    ("names", "ends"),
+    [
+        (["<|end|>", "<|user|>"], {"<|end|>"}),
+        (["<|end|>", "<|channel|>", "<|return|>", "<|call|>"], {"<|return|>", "<|call|>"}),
+        (["<|user|>", "<|observation|>", "<|endoftext|>"], {"<|user|>", "<|observation|>", "<|endoftext|>"}),
+    ],
+)
+def test_what_ends_a_turn_depends_on_the_family(names: list[str], ends: set[str]) -> None:
+    backend = Tokenizer(models.BPE({chr(code): code for code in range(0x21, 0x7F)}, []))
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(names)
+    tokenizer = TextTokenizer(backend)
+    assert {name for name in names if tokenizer.specials[name] in tokenizer.eos_ids} == ends
+
+
+def test_a_folder_with_a_tiktoken_vocabulary_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tiktoken.model").write_bytes(b"")
+    with pytest.raises(ConfigError, match="tiktoken vocabulary") as caught:
+        load_tokenizer(tmp_path)
+    assert "convert it" in caught.value.hint
 
 
 def test_half_a_surrogate_pair_is_a_replacement_character(tokenizer: TextTokenizer) -> None:

@@ -34,7 +34,7 @@ def read(family: str, text: str, tools: list[dict[str, Any]] | None = TOOLS, **o
         ("hermes", '<tool_call>{"arguments": {}}</tool_call>'),
         ("hermes", '<tool_call>{"name": 3, "arguments": {}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>'),
-        ("hermes", "<tool_call>" + "[" * 200_000 + "</tool_call>"),
+        ("hermes", "<tool_call>" + "[" * 50_000 + "</tool_call>"),
         ("hermes", '<tool_call>{"name": "f"} and more</tool_call>'),
         ("hermes", "a <think>not at the start</think>"),
         ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n"),
