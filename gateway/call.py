@@ -38,6 +38,7 @@ log = structlog.get_logger(__name__)
 
 END_MARGIN_S: Final = 60.0
 _CHARS_PER_TOKEN: Final = 4
+_REPLY_TOKENS: Final = 512
 
 
 class Call:
@@ -319,13 +320,14 @@ class Call:
             raise error from None
 
     def _tokens(self, plan: Plan) -> int:
-        """About how much work the call is for a server."""
+        """About how much work the call is for a server: its prompt and an ordinary reply."""
+        reply = min(plan.intent.params.get("max_tokens", _REPLY_TOKENS), _REPLY_TOKENS)
         if plan.prompt_ids is not None:
-            return len(plan.prompt_ids)
+            return len(plan.prompt_ids) + reply
         parent = plan.place.parent
         known = parent.usage_tokens if parent is not None else 0
         new = sum(len(str(message.get("content") or "")) for message in plan.intent.messages)
-        return known + new // _CHARS_PER_TOKEN
+        return known + new // _CHARS_PER_TOKEN + reply
 
     def _engine_request(self, plan: Plan, collector: Collector) -> EngineRequest:
         params, prompt_ids = plan.intent.params, plan.prompt_ids

@@ -83,6 +83,8 @@ async def gateway_service(
             metrics=metrics,
             run_models=RunModels(bus),
         )
+        # Before the first call can be dispatched: a weight update asks every gateway that holds a lease.
+        await lease.renew(settings.public_url)
         async with _background(gateway, settings), _listening(gateway, settings) as url:
             public_url = settings.public_url or url
             await lease.renew(public_url)
@@ -133,6 +135,7 @@ async def _background(gateway: Gateway, settings: GatewaySettings) -> AsyncItera
             ]
             try:
                 await _know_closed_sessions(gateway)
+                await gateway.desk.ready.wait()
                 yield
             finally:
                 for task in tasks:

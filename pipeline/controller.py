@@ -32,6 +32,7 @@ log = structlog.get_logger(__name__)
 
 TICK_S: Final = 1.0
 GROUP_LOOK_S: Final = 10.0
+GATEWAY_MOURNED_S: Final = 60.0
 ANYWHERE: Final = "any"
 
 
@@ -45,6 +46,7 @@ class Controller:
         self._live: dict[str, RolloutState] = {}
         self._open_tasks: dict[str, TaskProgress] = {}
         self._since_s = time.monotonic()
+        self._dead_since_s: dict[str, float] = {}
 
     async def run(self, stop: asyncio.Event) -> None:
         """Sweep until `stop` is set."""
@@ -52,6 +54,7 @@ class Controller:
             watching(self._follow_rollouts),
             watching(self._follow_tasks),
             LeaseView.following(self._bus, subjects.NODES) as nodes,
+            LeaseView.following(self._bus, subjects.GATEWAYS) as gateways,
             Cancels.following(self._bus) as cancels,
         ):
             self._since_s = time.monotonic()
@@ -62,6 +65,7 @@ class Controller:
                     if time.monotonic() - looked_s > GROUP_LOOK_S:
                         looked_s = time.monotonic()
                         await self._close_groups()
+                        await self._forget_gateways(gateways)
                 except BusError as error:
                     if self._bus.closed.is_set():
                         raise
@@ -137,6 +141,16 @@ class Controller:
                 await self._bus.api(f"STREAM.PURGE.{subjects.STAGES}", {"filter": subject})
             await Bucket(self._bus, subjects.NODES, object).delete(subjects.token(place))
             log.info("place_forgotten", place=place)
+
+    async def _forget_gateways(self, gateways: LeaseView) -> None:
+        """Delete the leases of gateways that have been dead for long: whoever asks all gateways would wait for them."""
+        now_s = time.monotonic()
+        dead = {owner for owner in gateways.owners() if not gateways.alive(owner)}
+        self._dead_since_s = {owner: self._dead_since_s.get(owner, now_s) for owner in dead}
+        for owner, since_s in list(self._dead_since_s.items()):
+            if now_s - since_s > GATEWAY_MOURNED_S:
+                await Bucket(self._bus, subjects.GATEWAYS, object).delete(subjects.token(owner))
+                log.info("gateway_forgotten", incarnation=owner)
 
     async def _close_groups(self) -> None:
         busy = {subjects.task_key(state.rollout.run, state.rollout.task_id) for state in self._live.values()}

@@ -19,7 +19,7 @@ class Lease(Struct, frozen=True, kw_only=True, omit_defaults=True):
     owner: Annotated[str, Meta(description="place or gateway incarnation")]
     lease_s: Annotated[float, Meta(gt=0, description="seconds after which it is dead when not renewed")]
     renewal: Annotated[int, Meta(description="counts up at each renewal")] = 0
-    url: Annotated[str, Meta(description="base URL of a gateway; empty for a place")] = ""
+    url: Annotated[str, Meta(description="base URL of a gateway, empty until it listens; empty for a place")] = ""
     schema_version: SchemaVersion = SCHEMA_VERSION
 
 

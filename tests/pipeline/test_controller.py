@@ -197,3 +197,23 @@ async def test_records_that_cannot_be_read_do_not_blind_it(crew: Any) -> None:
     async with controlling(crew):
         (message,) = await some_takeovers(crew, 1)
     assert message.rollout == state.rollout
+
+
+async def test_a_gateway_that_has_long_been_dead_is_forgotten_and_one_that_lives_is_not(
+    crew: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(controller_module, "GROUP_LOOK_S", 0.0)
+    monkeypatch.setattr(controller_module, "GATEWAY_MOURNED_S", 0.3)
+    leases: Bucket[Lease] = Bucket(crew.bus, subjects.GATEWAYS, Lease)
+    await leases.put("gw-dead", Lease(owner="gw-dead", lease_s=LEASE_S))
+    async with (
+        hold_lease(crew.bus, subjects.GATEWAYS, Lease(owner="gw-alive", lease_s=LEASE_S)),
+        controlling(crew),
+    ):
+
+        async def forgotten() -> bool:
+            return await leases.get("gw-dead") is None
+
+        await crew.until(forgotten)
+        await ticks(crew)
+        assert await leases.get("gw-alive") is not None

@@ -204,6 +204,7 @@ class Fleet:
         self.gateways.append(gateway)
         gateway.start()
         self._stack.push_async_callback(gateway.stop)
+        await gateway.desk.ready.wait()
         await until(lambda: sum(entry.healthy for entry in gateway.pool.entries()) == len(self.servers))
         await GatewayLease(bus, name, lease_s).renew("")
         return gateway

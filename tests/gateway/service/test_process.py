@@ -175,7 +175,7 @@ async def test_a_process_serves_by_its_configuration_until_it_is_told_to_stop(
     leases: Bucket[Lease] = Bucket(bus, subjects.GATEWAYS, Lease)
     async with asyncio.TaskGroup() as group:
         group.create_task(serve_gateway(config, stop))
-        while not (found := [lease async for _, lease, _ in leases.items()]):  # noqa: ASYNC110 - in the bus
+        while not (found := [lease async for _, lease, _ in leases.items() if lease.url]):  # noqa: ASYNC110 - in the bus
             await asyncio.sleep(0.01)
         async with aiohttp.ClientSession() as client, client.get(f"{found[0].url}/readyz") as response:
             assert response.status == 200
