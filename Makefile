@@ -36,8 +36,9 @@ fmt: $(STAMP) ## format the code and mend what can be mended
 bench: $(STAMP) ## measure, and print tables
 	@for script in tests/bench/bench_*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
-agents: $(STAMP) ## install mini-swe-agent, with locked versions, into an environment of its own
+agents: $(STAMP) ## install the agents that the tests run (about 2.7 GB), with locked versions, beside Rollyard
 	@$(BIN)/rollyard agents install mini_swe_agent
+	@$(BIN)/python tests/agents/agent_tools.py install
 
 clean: ## remove what the targets made, but no data
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -16,10 +16,11 @@ from uuid import uuid4
 import structlog
 from msgspec import structs
 
+from rollyard.gateway.audience import Audience
 from rollyard.gateway.collector import Collector
 from rollyard.gateway.ending import Ending, make_end
 from rollyard.gateway.engines.engine import EngineChunk, EngineRequest
-from rollyard.gateway.exchange import Delta, Finished, ModelRequest, Started, Update, Waiting
+from rollyard.gateway.exchange import Delta, Finished, ModelRequest, Started, Waiting
 from rollyard.gateway.history import without_private
 from rollyard.gateway.keys import SessionGrant
 from rollyard.gateway.planning import Place, Plan, as_delta, find_place, make_params, make_prompt, snapshot_due
@@ -42,50 +43,25 @@ _REPLY_TOKENS: Final = 512
 
 
 class Call:
-    """One call. `run()` never raises; what came of it goes to everybody who follows."""
+    """One call. `run()` never raises; what came of it goes to its audience."""
 
     def __init__(self, gateway: Gateway, grant: SessionGrant, request: ModelRequest, choice: int = 0) -> None:
         self.task: asyncio.Task[None] | None = None
         self.request = request
+        """As the agent sent it; `_request` is the same whole."""
         self.choice = choice
         self.model = gateway.model_of(grant, request)
         self.at = time.time()
         self._gateway = gateway
         self._grant = grant
+        self._request = request
         self._call_id = uuid4().hex
-        self._said: list[Update | Refusal] = []
-        self._followers: set[asyncio.Queue[Update | Refusal]] = set()
+        self.audience = Audience(lambda: self.abort("the agent went away"))
         self._queue_s: float | None = None
         self._first_token_s: float | None = None
         self._abort_reason: str | None = None
         self._abort_refusal: Refusal | None = None
         self._settled = False
-
-    # --- towards the agent ---
-
-    async def follow(self) -> AsyncGenerator[Update, None]:
-        """All updates from the first one on. Raises Refusal. The last follower who leaves early aborts the call."""
-        queue: asyncio.Queue[Update | Refusal] = asyncio.Queue()
-        for update in self._said:
-            queue.put_nowait(update)
-        self._followers.add(queue)
-        try:
-            while True:
-                update = await queue.get()
-                if isinstance(update, Refusal):
-                    raise update
-                yield update
-                if isinstance(update, Finished):
-                    return
-        finally:
-            self._followers.discard(queue)
-            if not self._followers:
-                self.abort("the agent went away")
-
-    def _say(self, update: Update | Refusal) -> None:
-        self._said.append(update)
-        for queue in self._followers:
-            queue.put_nowait(update)
 
     def abort(self, reason: str, refusal: Refusal | None = None) -> None:
         """End the call now. Nothing happens once its reply is complete."""
@@ -96,9 +72,7 @@ class Call:
     @property
     def joinable(self) -> bool:
         """Whether its reply can still be had."""
-        return self._abort_reason is None and bool(self._followers)
-
-    # --- the call ---
+        return self._abort_reason is None and bool(self.audience)
 
     async def run(self) -> None:
         """The whole call."""
@@ -109,14 +83,14 @@ class Call:
         try:
             await self._run(session)
         except Refusal as refusal:
-            self._say(refusal)
+            self.audience.say(refusal)
         except asyncio.CancelledError:
-            self._say(self._abort_refusal or unavailable("the gateway is stopping", retry_after_s=1))
+            self.audience.say(self._abort_refusal or unavailable("the gateway is stopping", retry_after_s=1))
         except (BusError, BlobError, DecodeError) as error:
-            self._say(unavailable(f"the log cannot be used: {error}", code="log_unavailable"))
+            self.audience.say(unavailable(f"the log cannot be used: {error}", code="log_unavailable"))
         except Exception:  # the agent gets an answer and the process lives on, whatever is broken
             log.exception("call_failed", call_id=self._call_id)
-            self._say(Refusal(500, "internal_error", "the gateway failed", hint="see the gateway's log"))
+            self.audience.say(Refusal(500, "internal_error", "the gateway failed", hint="see the gateway's log"))
         finally:
             gateway.in_flight[key].discard(self)
             if not gateway.in_flight[key]:
@@ -127,7 +101,7 @@ class Call:
         if self._grant.session() in self._gateway.closed:
             raise session_closed()
         self._gateway.guard.check()
-        self.request = await resolve_references(self.request, session, self._gateway.bus)
+        self._request = await resolve_references(self.request, session, self._gateway.bus)
         place = await self._place(session)
         tokens_left = session.tokens_left(self._grant)
         session.in_flight += 1
@@ -140,10 +114,10 @@ class Call:
     async def _place(self, session: Session) -> Place:
         gateway, grant = self._gateway, self._grant
         limited = grant.max_calls is not None or grant.max_tokens is not None
-        return await find_place(session, self.request, gateway.bus, gateway.metrics, limited=limited)
+        return await find_place(session, self._request, gateway.bus, gateway.metrics, limited=limited)
 
     async def _plan(self, session: Session, place: Place, tokens_left: int | None) -> Plan:
-        gateway, grant, request = self._gateway, self._grant, self.request
+        gateway, grant, request = self._gateway, self._grant, self._request
         entry = await self._choose()
         vocab_size = entry.probe.vocab_size if entry.probe else 0
         prompt = None
@@ -185,7 +159,7 @@ class Call:
         )
 
     def _intent(self, params: dict[str, object], drift: str | None) -> CallIntent:
-        grant, request = self._grant, self.request
+        grant, request = self._grant, self._request
         margin_s = self._gateway.settings.call_timeout_s + END_MARGIN_S
         return CallIntent(
             call_id=self._call_id,
@@ -234,12 +208,14 @@ class Call:
         )
         status: CallStatus = "error"
         refusal: Refusal | None = None
+        why: str | None = None
         try:
             async with asyncio.timeout(self._gateway.settings.call_timeout_s):
                 await self._relay(plan, collector, intended)
             status = "ok"
         except ModelError as error:
-            refusal = of_model_error(error, plan.entry.max_context, plan.prompt_ids)
+            why = str(error)[:2000]
+            refusal = of_model_error(error, plan.entry.server.server_id, plan.entry.max_context, plan.prompt_ids)
         except TimeoutError:
             limit_s = self._gateway.settings.call_timeout_s
             refusal = Refusal(504, "call_timeout", f"the call took longer than {limit_s:g} s")
@@ -254,11 +230,12 @@ class Call:
             log.exception("call_failed", call_id=self._call_id)
             refusal = Refusal(500, "internal_error", "the gateway failed", hint="see the gateway's log")
         waiting.cancel()
-        await self._finish(plan, collector, status, refusal)
+        why = self._abort_reason or why or (str(refusal)[:2000] if refusal is not None else None)
+        await self._finish(plan, collector, status, refusal, why)
 
     def _wait(self, intended: asyncio.Task[int]) -> None:
         if self._first_token_s is None and intended.done() and not intended.cancelled() and not intended.exception():
-            self._say(Waiting(self._call_id, int(self.at), self.choice))
+            self.audience.say(Waiting(self._call_id, int(self.at), self.choice))
 
     async def _relay(self, plan: Plan, collector: Collector, intended: asyncio.Task[int]) -> None:
         async with aclosing(self._chunks(plan, collector)) as chunks:
@@ -274,11 +251,11 @@ class Call:
 
     def _start(self, plan: Plan) -> None:
         count = len(plan.prompt_ids) if plan.prompt_ids is not None else 0
-        self._say(Started(self._call_id, int(self.at), self.choice, Usage(prompt_tokens=count)))
+        self.audience.say(Started(self._call_id, int(self.at), self.choice, Usage(prompt_tokens=count)))
 
     def _pass_on(self, delta: Delta | None) -> None:
         if delta is not None:
-            self._say(delta)
+            self.audience.say(delta)
 
     async def _chunks(self, plan: Plan, collector: Collector) -> AsyncGenerator[EngineChunk, None]:
         """The model's reply. Before its first piece, one more try at another server; an aborted one is continued."""
@@ -321,7 +298,7 @@ class Call:
 
     def _tokens(self, plan: Plan) -> int:
         """About how much work the call is for a server: its prompt and an ordinary reply."""
-        reply = min(plan.intent.params.get("max_tokens", _REPLY_TOKENS), _REPLY_TOKENS)
+        reply: int = min(plan.intent.params.get("max_tokens", _REPLY_TOKENS), _REPLY_TOKENS)
         if plan.prompt_ids is not None:
             return len(plan.prompt_ids) + reply
         parent = plan.place.parent
@@ -340,23 +317,25 @@ class Call:
             call_id=self._call_id if not sampled else f"{self._call_id}-{len(collector.spans)}",
             server=plan.entry.server,
             params=params,
-            messages=without_private(self.request.messages) if prompt_ids is None else [],
-            tools=self.request.tools,
-            extras=self.request.extras,
-            prompt=self.request.prompt,
+            messages=without_private(self._request.messages) if prompt_ids is None else [],
+            tools=self._request.tools,
+            extras=self._request.extras,
+            prompt=self._request.prompt,
             prompt_ids=prompt_ids,
+            logprob_kind=plan.entry.logprob_kind,
         )
 
-    async def _finish(self, plan: Plan, collector: Collector, status: CallStatus, refusal: Refusal | None) -> None:
+    async def _finish(
+        self, plan: Plan, collector: Collector, status: CallStatus, refusal: Refusal | None, why: str | None
+    ) -> None:
         """Log the end; then, and only then, let the agent have what it can act on."""
         self._settled = True
         checkpoint("gateway.before_end")
-        why = self._abort_reason or (str(refusal)[:2000] if refusal is not None else None)
         ending = Ending(
             status=status,
             why=why,
             http_status=refusal.status if refusal is not None else 200,
-            streamed=self.request.stream and self._first_token_s is not None,
+            streamed=self._request.stream and self._first_token_s is not None,
             at=self.at,
             queue_s=self._queue_s,
             first_token_s=self._first_token_s,
@@ -367,18 +346,18 @@ class Call:
         logged = gateway.recorder.end(end, lambda seq: session.add(whole, end, seq))
         gateway.metrics.count(end)
         if refusal is not None:
-            self._say(refusal)
+            self.audience.say(refusal)
             return
         try:
             async with asyncio.timeout(gateway.settings.ack_timeout_s):
                 await asyncio.shield(logged)
         except TimeoutError:
-            self._say(unavailable("the end of the call is not in the log yet", code="log_unavailable"))
+            self.audience.say(unavailable("the end of the call is not in the log yet", code="log_unavailable"))
         except BusError as error:
-            self._say(Refusal(502, "record_too_large", f"the reply cannot be logged: {error}"))
+            self.audience.say(Refusal(502, "record_too_large", f"the reply cannot be logged: {error}"))
         else:
             checkpoint("gateway.end_logged")
-            self._say(self._finished(end))
+            self.audience.say(self._finished(end))
 
     def _finished(self, end: CallEnd) -> Finished:
         assert end.reply is not None and end.finish_reason is not None

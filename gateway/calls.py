@@ -81,14 +81,14 @@ class Gateway:
         """
         if request.n == 1:
             call = self._joinable(grant, request) or self._begin(grant, request)
-            async with aclosing(call.follow()) as updates:
+            async with aclosing(call.audience.listen()) as updates:
                 async for update in updates:
                     yield update
             return
         queue: asyncio.Queue[Update] = asyncio.Queue()
 
         async def follow(call: Call) -> None:
-            async with aclosing(call.follow()) as updates:
+            async with aclosing(call.audience.listen()) as updates:
                 async for update in updates:
                     queue.put_nowait(update)
 

@@ -19,7 +19,10 @@ async def count_tokens(gateway: Gateway, grant: SessionGrant, request: ModelRequ
         if entry.server.tokenizer:
             return await (await gateway.renderers.get(entry.server.tokenizer)).count(request)
         counted = await gateway.engines[entry.server.engine].count(
-            entry.server, without_private(request.messages), request.tools
+            entry.server,
+            without_private(request.messages),
+            request.tools,
+            request.extras.get("chat_template_kwargs"),
         )
     except ConfigError as error:
         raise unavailable(f"model server {entry.server.server_id}: {error}", code="no_tokenizer") from error

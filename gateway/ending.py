@@ -48,7 +48,7 @@ def make_end(plan: Plan, collector: Collector, ending: Ending) -> CallEnd:
         prompt_ids=collector.prompt_ids[shared:],
         completion_ids=collector.completion_ids if inexact is None else TokenIds(),
         logprobs=collector.logprobs if untrainable is None and inexact is None else Logprobs(),
-        logprob_kind=_logprob_kind(plan),
+        logprob_kind=plan.entry.logprob_kind,
         reply=collector.reply() if ok or ending.streamed else None,
         finish_reason=collector.finish() if ok else None,
         stop_string=collector.stop_string if ok else None,
@@ -72,9 +72,3 @@ def _version_at_end(plan: Plan, collector: Collector) -> int | None:
     last = collector.spans[-1].policy_version if collector.spans else None
     now = plan.entry.server.policy_version
     return last if last is not None and last != plan.policy_version else now
-
-
-def _logprob_kind(plan: Plan) -> str:
-    """What the entry says, else what the probe found."""
-    said, probe = plan.entry.server.logprob_kind, plan.entry.probe
-    return said if said != "unknown" or probe is None else probe.logprob_kind

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import binascii
 import hmac
+import re
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from typing import Annotated, Final
 
@@ -18,6 +19,8 @@ from rollyard.schemas import subjects
 from rollyard.schemas.task import Sampling
 
 PREFIX: Final = "ry-"
+# It is a part of subjects as it stands.
+_ROLLOUT_ID: Final = re.compile(r"[A-Za-z0-9_=-]{1,64}\Z")
 _DOMAIN: Final = b"rollyard session key 1\0"
 
 
@@ -53,9 +56,12 @@ def verify(key: str, secret: bytes) -> SessionGrant:
     if not hmac.compare_digest(signature, _text(_signature(payload, secret))):
         raise _refused("its signature is wrong")
     try:
-        return msgspec.json.decode(urlsafe_b64decode(payload + "=" * (-len(payload) % 4)), type=SessionGrant)
+        grant = msgspec.json.decode(urlsafe_b64decode(payload + "=" * (-len(payload) % 4)), type=SessionGrant)
     except (msgspec.MsgspecError, binascii.Error, ValueError) as error:
         raise _refused(f"its payload cannot be read: {error}") from None
+    if not _ROLLOUT_ID.match(grant.rollout_id):
+        raise _refused(f"{grant.rollout_id[:80]!r} is no rollout id")
+    return grant
 
 
 def _signature(payload: str, secret: bytes) -> bytes:

@@ -101,7 +101,7 @@ async def find_place(
         parent=parent,
         shared=shared,
         settings=settings,
-        asked=asked_digest(tip, settings, request.ids),
+        asked=asked_digest(tip, settings, request.ids, request.prompt or request.context.get("prompt_ids")),
         drift=drift,
     )
 

@@ -15,7 +15,7 @@ import structlog
 
 from rollyard.gateway import rendezvous
 from rollyard.gateway.breaker import CircuitBreaker
-from rollyard.gateway.engines.engine import Engine, Probe
+from rollyard.gateway.engines.engine import Engine, LogprobKind, Probe
 from rollyard.gateway.refusal import Refusal, unavailable
 from rollyard.pipeline.bus import Bus
 from rollyard.pipeline.kv import Bucket
@@ -73,6 +73,12 @@ class PoolEntry:
     def max_context(self) -> int:
         """Tokens of prompt and reply together; 0: not known."""
         return self.server.max_context or (self.probe.max_context if self.probe else 0)
+
+    @property
+    def logprob_kind(self) -> LogprobKind:
+        """What its logprobs mean: its entry's word, else what the probe found."""
+        said = self.server.logprob_kind
+        return said if said != "unknown" or self.probe is None else self.probe.logprob_kind
 
     def serves(self, model: str) -> bool:
         """Whether it is asked for under this name."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ import msgspec
 from rollyard.schemas.errors import ModelError, PromptTooLong, RollyardError
 from rollyard.schemas.packed import TokenIds
 
+_URL = re.compile(r"https?://[^\s:]+(:\d+)?[^\s:]*")
 _KINDS = {
     401: "authentication_error",
     404: "not_found_error",
@@ -89,16 +91,23 @@ def context_length_exceeded(limit: int, prompt_tokens: int) -> Refusal:
     )
 
 
-def of_model_error(error: ModelError, max_context: int, prompt_ids: TokenIds | None) -> Refusal:
-    """What an agent is told when a model server failed. Statuses that agents retry stay statuses that they retry."""
+def of_model_error(error: ModelError, server_id: str, max_context: int, prompt_ids: TokenIds | None) -> Refusal:
+    """What an agent is told when a model server failed. Statuses that agents retry stay statuses that they retry.
+
+    Where the server is, is nothing for agents: its address stays in the log.
+    """
     if isinstance(error, PromptTooLong):
         if max_context and prompt_ids is not None:
             return context_length_exceeded(max_context, len(prompt_ids))
-        return Refusal(400, "context_length_exceeded", error.message, param="messages")
+        if error.limit and error.prompt_tokens:
+            return context_length_exceeded(error.limit, error.prompt_tokens)
+        return Refusal(400, "context_length_exceeded", error.said, param="messages")
+    answered = f" answered {error.status}" if error.status and error.said else ""
+    message = f"model server {server_id}{answered}: {error.said or _URL.sub('it', error.message)}"
     if error.status == 429:
-        return Refusal(429, "server_overloaded", error.message, retry_after_s=1)
+        return Refusal(429, "server_overloaded", message, retry_after_s=1)
     if error.status in (400, 413, 422):
-        return Refusal(400, "refused_by_server", error.message)
+        return Refusal(400, "refused_by_server", message)
     if error.status == 0 and error.retryable:
-        return unavailable(error.message, code="server_unreachable", hint=error.hint)
-    return Refusal(502, "server_failed", error.message, hint=error.hint)
+        return unavailable(message, code="server_unreachable", hint=error.hint)
+    return Refusal(502, "server_failed", message, hint=error.hint)

@@ -62,8 +62,10 @@ class Facts:
     @cached_property
     def asked(self) -> list[str]:
         """The user messages at the end, the last one first. Agents put notes of their own behind the user's words."""
-        asked = []
+        asked: list[str] = []
         for message in self.request.messages[:-4:-1]:
+            if message.get("role") in ("system", "developer") and not asked:
+                continue
             if message.get("role") != "user":
                 break
             asked.append(_edges(_last_text(message)))

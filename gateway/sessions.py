@@ -176,7 +176,8 @@ class Session:
         settings = settings_digest(intent.tools, intent.template)
         if parent is not None and intent.tools is None:
             settings = parent.settings
-        asked = asked_digest(chains[-1] if chains else base, settings, intent.agent)
+        told = intent.prompt or end.prompt_ids if intent.prompt is not None else None
+        asked = asked_digest(chains[-1] if chains else base, settings, intent.agent, told)
         if self._asked.get(asked, (0, ""))[0] < seq:
             self._asked[asked] = (seq, intent.call_id)
         if end.status == "ok" and end.reply is not None:
@@ -310,7 +311,11 @@ class Sessions:
                 held -= self._sessions.pop(key).size_bytes
 
 
-def asked_digest(chain: bytes, settings: bytes, agent: AgentIds) -> bytes:
-    """What makes two requests the same, streamed or not: conversation, settings, and who within the agent asks."""
-    who = f"{agent.thread}\0{agent.sub_agent}".encode()
-    return blake2b(chain + settings + who, digest_size=16).digest()
+def asked_digest(chain: bytes, settings: bytes, agent: AgentIds, prompt: str | TokenIds | None = None) -> bytes:
+    """What makes two requests the same, streamed or not: conversation, settings, and who within the agent asks.
+
+    `prompt` is what a completion is asked for, text or ids.
+    """
+    who = f"{agent.thread}\0{agent.sub_agent}\0".encode()
+    bare = prompt.data if isinstance(prompt, TokenIds) else (prompt or "").encode()
+    return blake2b(chain + settings + who + bare, digest_size=16).digest()

@@ -127,12 +127,14 @@ def convert_args(args: Mapping[str, Any], kind: type[Args], harness: str) -> Arg
 
 
 def agent_environment(context: AgentContext) -> dict[str, str]:
-    """The task's own variables, and those by which most programs find an OpenAI-compatible server."""
+    """The task's own variables, and those by which most programs find an OpenAI-compatible or Anthropic server."""
     return {
         **context.task.sandbox.env,
         "OPENAI_BASE_URL": context.base_url,
         "OPENAI_API_KEY": context.api_key,
         "OPENAI_MODEL": context.task.agent.model,
+        "ANTHROPIC_BASE_URL": context.base_url.removesuffix("/v1"),
+        "ANTHROPIC_API_KEY": context.api_key,
     }
 
 

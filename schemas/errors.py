@@ -92,16 +92,22 @@ class HarnessError(RollyardError, RuntimeError):
 
 
 class ModelError(RollyardError, RuntimeError):
-    """A model server failed. `status` is its HTTP status, or 0 when there was none."""
+    """A model server failed. `status` is its HTTP status, or 0 when there was none; `said` its own words, if any."""
 
-    def __init__(self, message: str, *, hint: str = "", status: int = 0, retryable: bool = False) -> None:
+    def __init__(
+        self, message: str, *, hint: str = "", status: int = 0, retryable: bool = False, said: str = ""
+    ) -> None:
         super().__init__(message, hint=hint)
         self.status = status
         self.retryable = retryable
+        self.said = said
 
 
 class PromptTooLong(ModelError):
-    """Prompt and reply do not fit the model's context."""
+    """Prompt and reply do not fit the model's context: `limit` and `prompt_tokens` as the server told, else 0."""
+
+    limit = 0
+    prompt_tokens = 0
 
 
 class EvaluationError(RollyardError, RuntimeError):

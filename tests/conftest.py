@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import agent_tools
 import pytest
 import structlog
 from hypothesis import settings
 from msgspec import structs
 
 from rollyard.gateway.local_model import demo_model_path
-from rollyard.harnesses import mini_swe_agent
 from rollyard.pipeline.blobs import BlobStore
 from rollyard.pipeline.bus import Bus
 from rollyard.pipeline.cancels import Cancels
@@ -192,7 +192,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             demo_model_path()
         except SetupError as error:
             missing = str(error)
-    if item.get_closest_marker("agent") and not (mini_swe_agent.tool_folder() / "bin" / "mini").exists():
-        missing = "mini-swe-agent is not installed (run: make agents)"
+    for marker in item.iter_markers("agent"):
+        missing = missing or agent_tools.missing(*marker.args)
     if missing:
         (pytest.fail if os.environ.get("CI") else pytest.skip)(missing)

@@ -30,6 +30,9 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
     extras: Annotated[dict[str, Any], Meta(description="tool_choice, response_format and the like")] = {}
     prompt_ids: TokenIds | None = None
     prompt: str | None = None
+    logprob_kind: Annotated[LogprobKind, Meta(description="what the server's logprobs mean, as far as is known")] = (
+        "unknown"
+    )
 
 
 class EngineChunk(Struct, frozen=True, kw_only=True):
@@ -86,7 +89,13 @@ class Engine(Protocol):
         """Ask for a few tokens. Raises ModelError when the server is not healthy."""
         ...
 
-    async def count(self, server: LlmServer, messages: list[Message], tools: list[Message] | None = None) -> int | None:
+    async def count(
+        self,
+        server: LlmServer,
+        messages: list[Message],
+        tools: list[Message] | None = None,
+        template: dict[str, Any] | None = None,
+    ) -> int | None:
         """Tokens of a conversation and the generation prompt, by the server's own template and tokenizer.
 
         None where the server cannot tell. Raises ModelError.

@@ -116,10 +116,17 @@ class LlamaCppEngine:
         # It counts the prompt but does not tell its ids.
         return await examine(self.generate(request), counted=len(sent))
 
-    async def count(self, server: LlmServer, messages: list[Message], tools: list[Message] | None = None) -> int | None:
+    async def count(
+        self,
+        server: LlmServer,
+        messages: list[Message],
+        tools: list[Message] | None = None,
+        template: dict[str, Any] | None = None,
+    ) -> int | None:
         """See Engine."""
         sent = headers(server, "count")
         asked: dict[str, Any] = {"messages": messages} | ({"tools": tools} if tools else {})
+        asked |= {"chat_template_kwargs": template} if template else {}
         rendered = await post_json(
             self._client, f"{server.url}/apply-template", asked, sent, timeout_s=_COUNT_TIMEOUT_S
         )

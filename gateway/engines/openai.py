@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import aiohttp
 
@@ -50,6 +50,12 @@ class OpenAIEngine:
         await get_json(self._client, f"{server.url}/v1/models", headers(server, "probe"))
         return Probe(trainable=False, reason="plain OpenAI servers return no token ids", engine="openai")
 
-    async def count(self, server: LlmServer, messages: list[Message], tools: list[Message] | None = None) -> int | None:
+    async def count(
+        self,
+        server: LlmServer,
+        messages: list[Message],
+        tools: list[Message] | None = None,
+        template: dict[str, Any] | None = None,
+    ) -> int | None:
         """See Engine."""
         return None

@@ -16,9 +16,10 @@ from uuid import uuid4
 import aiohttp
 import msgspec
 import structlog
+from msgspec import structs
 
 from rollyard.gateway.engines.chat_upstream import ChatReader, chat_body
-from rollyard.gateway.engines.constraint import json_schema
+from rollyard.gateway.engines.constraint import constraint, json_schema
 from rollyard.gateway.engines.engine import EngineChunk, EngineRequest, Probe, headers
 from rollyard.gateway.engines.numbers import ids_json
 from rollyard.gateway.engines.probe import Findings, examine, examine_gently, logprob_kind
@@ -70,12 +71,15 @@ class SglangEngine:
             body = chat_body(request, _whole_vocabulary(_NEUTRAL | request.params)) | {"logprobs": True, "rid": rid}
             sent |= _IDS_WANTED
             reader = ChatReader(url, with_ids=True)
+        constrained = None
+        if "raw" in (server.logprob_kind, request.logprob_kind):
+            constrained = constraint(request.extras, tool_choice=request.prompt_ids is None)
         running = True
         try:
             async with aclosing(post_chunks(self._client, url, body, sent, reader.read)) as chunks:
                 async for chunk in chunks:
                     running = chunk.finish_reason is None and running
-                    yield chunk
+                    yield structs.replace(chunk, constrained=constrained) if constrained else chunk
         except ModelError as error:
             # What it refused, or ended itself, does not run; of a broken connection nobody knows.
             running = running and error.status == 0
@@ -133,9 +137,15 @@ class SglangEngine:
         request = EngineRequest(call_id="probe", server=server, params=params, messages=messages, prompt_ids=sent)
         return await examine(self._generate(request, echo=True), sent)
 
-    async def count(self, server: LlmServer, messages: list[Message], tools: list[Message] | None = None) -> int | None:
+    async def count(
+        self,
+        server: LlmServer,
+        messages: list[Message],
+        tools: list[Message] | None = None,
+        template: dict[str, Any] | None = None,
+    ) -> int | None:
         """See Engine."""
-        return len(await tokenize(self._client, server, messages, tools))
+        return len(await tokenize(self._client, server, messages, tools, template))
 
 
 def _whole_vocabulary(params: dict[str, Any]) -> dict[str, Any]:

@@ -18,13 +18,19 @@ _TIMEOUT_S: Final = 10.0
 
 
 async def tokenize(
-    client: aiohttp.ClientSession, server: LlmServer, messages: list[Message], tools: list[Message] | None
+    client: aiohttp.ClientSession,
+    server: LlmServer,
+    messages: list[Message],
+    tools: list[Message] | None,
+    template: dict[str, Any] | None = None,
 ) -> TokenIds:
     """The prompt of a conversation as ids. Raises ModelError."""
     url = f"{server.url}/tokenize"
     body: dict[str, Any] = {"model": server.upstream_model or server.model, "messages": messages}
     if tools:
         body["tools"] = tools
+    if template:
+        body["chat_template_kwargs"] = template
     answer = await post_json(client, url, body, headers(server, "tokenize"), timeout_s=_TIMEOUT_S)
     try:
         return pack_ids(answer["tokens"])

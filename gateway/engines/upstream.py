@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, Final, TypeVar
@@ -23,6 +24,8 @@ STALE_CONNECTION_TRIES: Final = 3
 MAX_ERROR_BYTES: Final = 64 * 1024
 _TOO_LONG: Final = frozenset({"exceed_context_size_error", "context_length_exceeded"})
 _TOO_LONG_WORDS: Final = ("maximum context length", "model's context length")
+_LIMIT: Final = re.compile(r"context (?:length|size)(?: is| of)? ?\(?(\d+)")
+_PROMPT: Final = re.compile(r"(\d+) in the messages|(\d+) input tokens|(?:input|request|prompt) \((\d+) tokens\)")
 _NO_STREAM: Final = frozenset({"application/json", "text/html"})
 _STREAM_FIELDS: Final = (b"data:", b"event:", b"id:", b"retry:", b":")
 _RETRYABLE: Final = frozenset({408, 429, 500, 502, 503, 504})
@@ -183,8 +186,18 @@ def _refused(url: str, status: int, body: bytes) -> ModelError:
             kind = str(error.get("type") or error.get("code") or "")
     message = f"{url} answered {status}: {text[:1000]}"
     if status == 400 and (kind in _TOO_LONG or any(words in text for words in _TOO_LONG_WORDS)):
-        return PromptTooLong(message, status=status)
-    return ModelError(message, status=status, retryable=status in _RETRYABLE)
+        too_long = PromptTooLong(message, status=status, said=text[:1000])
+        too_long.limit, too_long.prompt_tokens = too_long_numbers(text)
+        return too_long
+    return ModelError(message, status=status, retryable=status in _RETRYABLE, said=text[:1000])
+
+
+def too_long_numbers(text: str) -> tuple[int, int]:
+    """Context length and prompt length in the words of vLLM, SGLang or llama.cpp; zeros where they tell less."""
+    limit, prompt = _LIMIT.search(text), _PROMPT.search(text)
+    if limit is None or prompt is None:
+        return 0, 0
+    return int(limit[1]), int(next(filter(None, prompt.groups())))
 
 
 def _no_stream(url: str, body: bytes) -> ModelError:
@@ -196,4 +209,7 @@ def _no_stream(url: str, body: bytes) -> ModelError:
 
 def _broken(url: str, error: Exception) -> ModelError:
     what = str(error) or type(error).__name__
-    return ModelError(f"the connection to {url} failed: {what}", hint="is the model server up?", retryable=True)
+    said = "it cannot be reached" if isinstance(error, aiohttp.ClientConnectorError) else "the connection to it broke"
+    return ModelError(
+        f"the connection to {url} failed: {what}", hint="is the model server up?", retryable=True, said=said
+    )

@@ -50,7 +50,7 @@ class VllmEngine:
         """`echo`: have the server send the ids of the prompt back in tokens mode too."""
         params = _NEUTRAL | request.params
         # Processed logprobs are taken behind the grammar's mask.
-        raw = request.server.logprob_kind != "processed"
+        raw = "processed" not in (request.server.logprob_kind, request.logprob_kind)
         reader: CompletionReader | ChatReader
         if request.prompt_ids is not None or request.prompt is not None:
             url = f"{request.server.url}/v1/completions"
@@ -108,9 +108,15 @@ class VllmEngine:
             log.debug("probe_without_tokenize", server=server.server_id, error=str(error))
             return _SOME_IDS
 
-    async def count(self, server: LlmServer, messages: list[Message], tools: list[Message] | None = None) -> int | None:
+    async def count(
+        self,
+        server: LlmServer,
+        messages: list[Message],
+        tools: list[Message] | None = None,
+        template: dict[str, Any] | None = None,
+    ) -> int | None:
         """See Engine."""
-        return len(await tokenize(self._client, server, messages, tools))
+        return len(await tokenize(self._client, server, messages, tools, template))
 
 
 def _completion_body(request: EngineRequest, params: dict[str, Any], *, echo: bool) -> dict[str, Any]:

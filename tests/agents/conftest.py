@@ -1,24 +1,33 @@
-"""One installation for all tests of this folder: `rollyard up` with a scripted policy, real processes throughout."""
+"""One installation for tests of whole runs: `rollyard up` with a scripted policy, real processes throughout.
+
+And a rig for tests of agents at a gateway, in which the scenes of a module are played side by side.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import agent_tools
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+import pytest_asyncio
+from rig import Rig, Session, make_tokenizer, open_rig
+from scenes import Scene
 
 from rollyard.gateway.scripted.journal import Entry, read_journal
 
 START_S = 120
+SIDE_BY_SIDE = 3
+"""Scenes at a time: agents take long to start, and the cores are few."""
 STOP_S = 90
 
 
@@ -44,24 +53,6 @@ SCRIPT: dict[str, Any] = {
         {"match": "capital of France", "turns": [{"content": "It is Lyon."}]},
     ],
 }
-
-
-def make_tokenizer(folder: Path) -> Path:
-    """A byte-level BPE of a few hundred tokens, with the special tokens of ChatML."""
-    folder.mkdir()
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=600,
-        show_progress=False,
-        special_tokens=[AddedToken(text, special=True) for text in ("<|im_start|>", "<|im_end|>")],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )
-    backend.train_from_iterator([json.dumps(SCRIPT), "system user assistant tool"] * 4, trainer)
-    backend.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
-    return folder
 
 
 @dataclass(frozen=True)
@@ -111,3 +102,47 @@ def installation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installat
     finally:
         up.send_signal(signal.SIGTERM)
         assert up.wait(STOP_S) == 0, said.read_text()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
+    """A gateway for the tests of a module."""
+    async with open_rig(tmp_path_factory.mktemp("rig")) as rig:
+        yield rig
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def sessions(request: pytest.FixtureRequest, rig: Rig) -> Mapping[str, Session]:
+    """What came of the module's SCENES, as far as tests that were selected want them."""
+    scenes: dict[str, Scene] = request.module.SCENES
+    items = [item for item in request.session.items if getattr(item, "module", None) is request.module]
+    wanted = {marker.args[0] for item in items for marker in item.iter_markers("scene")}
+    found: dict[str, Session] = {}
+    room = asyncio.Semaphore(SIDE_BY_SIDE)
+
+    async def play(name: str, scene: Scene) -> None:
+        await rig.model(name, scene)
+        async with room:
+            found[name] = await rig.run(name, scene)
+
+    async with asyncio.TaskGroup() as group:
+        for name, scene in scenes.items():
+            if name in wanted and not agent_tools.missing(scene.agent):
+                group.create_task(play(name, scene))
+    return found
+
+
+@pytest.fixture
+def session(request: pytest.FixtureRequest, sessions: Mapping[str, Session]) -> Session:
+    """What came of the scene that the test's marker names."""
+    marker = request.node.get_closest_marker("scene")
+    assert marker is not None
+    return sessions[marker.args[0]]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test of a scene needs the scene's agent."""
+    for item in items:
+        marker = item.get_closest_marker("scene")
+        if marker is not None:
+            item.add_marker(pytest.mark.agent(item.module.SCENES[marker.args[0]].agent))  # type: ignore[attr-defined]

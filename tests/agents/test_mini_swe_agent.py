@@ -10,7 +10,7 @@ import pytest
 
 import rollyard
 
-pytestmark = pytest.mark.agent
+pytestmark = pytest.mark.agent("mini-swe-agent")
 
 RUN = "mini"
 ANSWER = "HELLO & <GOODBYE>"

@@ -30,6 +30,8 @@ STEPS = {
     for role, own in OF_ITS_OWN.items()
 }
 GROUP_SIZE = 4
+# On a slow machine one message may be in the hands of every process that is killed; the sixth try gives it up.
+KILLED_IN_A_ROW = 3
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -58,7 +60,11 @@ async def test_killed_at_every_step(running: Yard, role: str) -> None:
     rollouts = GROUP_SIZE * len(STEPS[role])
     tasks = world.make_tasks(rollouts, ledger=running.ledger, group_size=GROUP_SIZE, words=words)
     await running.kill(role)
-    for step, task in zip(STEPS[role], tasks, strict=True):
+    for number, (step, task) in enumerate(zip(STEPS[role], tasks, strict=True)):
+        if number and number % KILLED_IN_A_ROW == 0:
+            running.again(role)
+            await running.wait_delivered(role, number * GROUP_SIZE)
+            await running.kill(role)
         await running.submit(role, [task])
         running.again_until(role, step)
         assert await running.ended(role) == -signal.SIGKILL, step

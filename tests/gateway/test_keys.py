@@ -11,7 +11,7 @@ from rollyard.schemas.task import Sampling
 grants = st.builds(
     SessionGrant,
     run=st.text(min_size=1, max_size=40),
-    rollout_id=st.text(min_size=1, max_size=40),
+    rollout_id=st.from_regex(r"[A-Za-z0-9_=-]{1,40}", fullmatch=True),
     attempt=st.integers(1, 100),
     model=st.text(max_size=20),
     sampling=st.builds(Sampling, temperature=st.none() | st.floats(0, 10), seed=st.none() | st.integers(0, 2**31)),
@@ -51,3 +51,9 @@ def test_what_is_no_key_is_refused(key: str) -> None:
     with pytest.raises(Refusal) as caught:
         verify(key, b"secret")
     assert caught.value.code == "invalid_api_key"
+
+
+def test_a_rollout_id_that_is_no_part_of_a_subject_is_refused() -> None:
+    for rollout_id in ("a.b", "", "*", "a b", "x" * 65):
+        with pytest.raises(Refusal, match="is no rollout id"):
+            verify(sign(SessionGrant(run="r", rollout_id=rollout_id, attempt=1), b"s" * 16), b"s" * 16)

@@ -182,7 +182,21 @@ async def test_answers_are_functions_of_the_request(serve: Serve) -> None:
     assert beyond["choices"][0]["message"]["content"] == "turn 2: seen"
 
 
-async def test_the_first_user_message_chooses_the_conversation(serve: Serve) -> None:
+async def test_strings_of_a_json_answer_and_later_user_messages_count_too(serve: Serve) -> None:
+    conversations = [
+        {"match": "second", "turns": [{"content": "it is {last.id}, {last.count}, {last.none}"}]},
+        {"turns": [{"content": "{last.id}"}]},
+    ]
+    history = [user("first"), user("the second"), {"role": "tool", "content": '{"id": "a1", "count": 2}'}]
+    async with serve(conversations=conversations) as client:
+        answer = await client.ask(messages=history)
+        other = await client.ask(messages=[user('["id"]')])
+
+    assert answer["choices"][0]["message"]["content"] == "it is a1, {last.count}, {last.none}"
+    assert other["choices"][0]["message"]["content"] == "{last.id}"
+
+
+async def test_a_user_message_chooses_the_conversation(serve: Serve) -> None:
     conversations = [
         {"match": "README", "turns": [{"content": "reads"}]},
         {"match": "test", "turns": [{"content": "tests"}]},

@@ -72,7 +72,8 @@ def test_a_command_line_is_filled_in() -> None:
         context("command", env={"A": "1"}, command="run '{prompt}' --url={base_url} {unknown} {model} {workdir}")
     )
     assert made.argv == ("run", "say {home} $HOME", "--url=http://gw/v1", "{unknown}", "small", "/s/work")
-    assert made.env == {"A": "1", "OPENAI_BASE_URL": "http://gw/v1", "OPENAI_API_KEY": "key", "OPENAI_MODEL": "small"}
+    openai = {"OPENAI_BASE_URL": "http://gw/v1", "OPENAI_API_KEY": "key", "OPENAI_MODEL": "small"}
+    assert made.env == {"A": "1", **openai, "ANTHROPIC_BASE_URL": "http://gw", "ANTHROPIC_API_KEY": "key"}
 
 
 async def test_the_users_own_agent_runs(agents: Any, upstream: Any) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from rollyard.harnesses.mini_swe_agent import LOCK, MEND, tool_folder
 
-pytestmark = pytest.mark.agent
+pytestmark = pytest.mark.agent("mini-swe-agent")
 
 
 @pytest.fixture(autouse=True)

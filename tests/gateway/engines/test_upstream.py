@@ -12,7 +12,7 @@ from aiohttp import web
 
 from rollyard.gateway.engines import engines
 from rollyard.gateway.engines.engine import Engine, EngineChunk, EngineRequest
-from rollyard.gateway.engines.upstream import http_client
+from rollyard.gateway.engines.upstream import http_client, too_long_numbers
 from rollyard.gateway.scripted_llm import serve_app
 from rollyard.schemas.errors import ModelError, PromptTooLong
 from rollyard.schemas.fleet import LlmServer
@@ -195,3 +195,24 @@ async def test_headers_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ModelError, match="503"):
             await anext(engine.generate(EngineRequest(call_id="c", server=server)))
     assert [(h["x-request-id"], h["Authorization"]) for h in seen] == [("c", "Bearer secret")]
+
+
+@pytest.mark.parametrize(
+    ("said", "numbers"),
+    [
+        (
+            "This model's maximum context length is 150 tokens. However, your request has 312 input tokens. Please ...",
+            (150, 312),
+        ),
+        (
+            "This model's maximum context length is 150 tokens. However, you requested 400 tokens (312 in the messages, "
+            "88 in the completion). Please ...",
+            (150, 312),
+        ),
+        ("The input (312 tokens) is longer than the model's context length (150 tokens).", (150, 312)),
+        ("request (312 tokens) exceeds the available context size (150 tokens), try increasing it", (150, 312)),
+        ("maximum context length reached", (0, 0)),
+    ],
+)
+def test_the_numbers_of_a_prompt_that_is_too_long(said: str, numbers: tuple[int, int]) -> None:
+    assert too_long_numbers(said) == numbers
