@@ -205,8 +205,8 @@ async def test_headers_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
             (150, 312),
         ),
         (
-            "This model's maximum context length is 150 tokens. However, you requested 400 tokens (312 in the messages, "
-            "88 in the completion). Please ...",
+            "This model's maximum context length is 150 tokens. However, you requested 400 tokens "
+            "(312 in the messages, 88 in the completion). Please ...",
             (150, 312),
         ),
         ("The input (312 tokens) is longer than the model's context length (150 tokens).", (150, 312)),
