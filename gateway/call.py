@@ -23,7 +23,16 @@ from rollyard.gateway.engines.engine import EngineChunk, EngineRequest
 from rollyard.gateway.exchange import Delta, Finished, ModelRequest, Started, Waiting
 from rollyard.gateway.history import without_private
 from rollyard.gateway.keys import SessionGrant
-from rollyard.gateway.planning import Place, Plan, as_delta, find_place, make_params, make_prompt, snapshot_due
+from rollyard.gateway.planning import (
+    Place,
+    Plan,
+    as_delta,
+    find_place,
+    make_params,
+    make_prompt,
+    make_reader,
+    snapshot_due,
+)
 from rollyard.gateway.pool import OutOfService, PoolEntry
 from rollyard.gateway.references import resolve_references
 from rollyard.gateway.refusal import Refusal, of_model_error, session_closed, unavailable
@@ -153,6 +162,7 @@ class Call:
             place=place,
             entry=entry,
             prompt=prompt,
+            reader=make_reader(prompt, entry, request, params.get("stop", ())) if prompt is not None else None,
             vocab_size=vocab_size,
             snapshot=snapshot,
             policy_version=entry.server.policy_version,
@@ -182,15 +192,17 @@ class Call:
             drift=drift,
         )
 
-    async def _choose(self, mode: str | None = None, without: frozenset[str] = frozenset()) -> PoolEntry:
-        """A server for this call; waits while weights are being changed. Raises Refusal."""
+    async def _choose(
+        self, mode: str | None = None, without: frozenset[str] = frozenset(), *, wait: bool = True
+    ) -> PoolEntry:
+        """A server for this call; may wait while weights are being changed. Raises Refusal."""
         return await self._gateway.pool.choose(
             self.model,
             self._grant.session(),
             training=self._grant.training,
             mode=mode,
             without=without,
-            wait_s=self._gateway.settings.pause_wait_s,
+            wait_s=self._gateway.settings.pause_wait_s if wait else 0.0,
         )
 
     async def _dispatch(self, plan: Plan) -> None:
@@ -203,7 +215,7 @@ class Call:
             int(self.at),
             choice=self.choice,
             prompt_ids=plan.prompt_ids,
-            reader=plan.reader(),
+            reader=plan.reader,
             vocab_size=plan.vocab_size,
         )
         status: CallStatus = "error"
@@ -292,7 +304,7 @@ class Call:
 
     async def _elsewhere(self, plan: Plan, error: ModelError, tried: set[str]) -> None:
         try:
-            plan.entry = await self._choose(plan.entry.server.mode, frozenset(tried))
+            plan.entry = await self._choose(plan.entry.server.mode, frozenset(tried), wait=False)
         except Refusal:
             raise error from None
 

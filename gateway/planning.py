@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -55,6 +56,7 @@ class Plan:
     place: Place
     entry: PoolEntry
     prompt: Prompt | None
+    reader: ReplyReader | None
     vocab_size: int
     snapshot: bool = False
     policy_version: int | None = None
@@ -63,14 +65,6 @@ class Plan:
     def prompt_ids(self) -> TokenIds | None:
         """What is sent in tokens mode."""
         return self.prompt.ids if self.prompt is not None else None
-
-    def reader(self) -> ReplyReader | None:
-        """Reads the reply from its ids, in tokens mode."""
-        if self.prompt is None:
-            return None
-        none = self.request.extras.get("tool_choice") == "none" or self.request.prompt is not None
-        tools = None if none else self.request.tools
-        return self.prompt.reader(tools, self.intent.params.get("stop", ()), self.entry.server.parser)
 
 
 async def find_place(
@@ -115,6 +109,15 @@ async def make_prompt(renderers: Renderers, entry: PoolEntry, request: ModelRequ
         raise unavailable(f"model server {entry.server.server_id}: {error}", code="no_tokenizer") from error
     except ModelError as error:
         raise Refusal(400, "invalid_messages", error.message, hint=error.hint, param="messages") from error
+
+
+def make_reader(prompt: Prompt, entry: PoolEntry, request: ModelRequest, stops: Sequence[str]) -> ReplyReader:
+    """What reads the reply from its ids in tokens mode. Raises Refusal."""
+    none = request.extras.get("tool_choice") == "none" or request.prompt is not None
+    try:
+        return prompt.reader(None if none else request.tools, stops, entry.server.parser)
+    except ConfigError as error:
+        raise unavailable(f"model server {entry.server.server_id}: {error}", code="no_parser") from error
 
 
 def make_params(

@@ -86,7 +86,7 @@ class PoolEntry:
 
     def same_place(self, server: LlmServer) -> bool:
         """Whether a new value of the bucket means the same server, so that the probe still holds."""
-        keys = ("url", "engine", "model", "upstream_model", "mode", "tokenizer", "api_key_env")
+        keys = ("url", "engine", "model", "upstream_model", "mode", "tokenizer", "parser", "api_key_env")
         return all(getattr(self.server, key) == getattr(server, key) for key in keys)
 
     def out_of_service(self) -> str:

@@ -103,6 +103,8 @@ class Renderers:
     async def prepare(self, server: LlmServer) -> str:
         """Load what a server in tokens mode needs; returns the findings about its template. Raises ConfigError."""
         renderer = await self.get(server.tokenizer)
+        if server.parser:
+            make_parser(server.parser)
         return f"{server.parser or renderer.family}; {renderer.report.summary}"
 
 

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 from aiohttp import web
+from msgspec import structs
 
 from rollyard.gateway.local_model import LocalModel
 from rollyard.gateway.scripted_llm import serve_app
@@ -286,3 +287,16 @@ async def test_a_llama_cpp_prompt_over_its_context(stage: Any, local_model: Loca
     gateway = await stage.gateway()
     status, body = await stage.ask(gateway, [{"role": "user", "content": "hello " * 5000}])
     assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
+
+
+async def test_a_parser_that_nobody_knows_is_found_at_registration(stage: Any, tokenizer_folder: Path) -> None:
+    await stage.model({"content": "hello"}, tokenizer=str(tokenizer_folder))
+    gateway = await stage.gateway()
+    [entry] = gateway.gateway.pool.entries()
+    assert entry.template.startswith("hermes; append-only")
+    await stage.register(structs.replace(entry.server, server_id="s2", parser="no-such-family"))
+
+    async def refused() -> bool:
+        return any("there is no parser 'no-such-family'" in each.trouble for each in gateway.gateway.pool.entries())
+
+    await stage.until(refused)
