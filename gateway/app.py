@@ -112,12 +112,12 @@ async def _stream(
     )
     await response.prepare(request)
     try:
-        async with AgentStream.open(response, reply, gateway.settings) as stream:
+        async with AgentStream.open(request, response, reply, gateway.settings) as stream:
             await stream.send(first)
             async for update in updates:
                 await stream.send(update)
         await response.write_eof()
-    except (ConnectionError, TimeoutError):
+    except ConnectionError:
         log.info("agent_went_away", call_id=first.call_id)
     except Refusal as refusal:
         gateway.metrics.refusals.labels(refusal.code).inc()

@@ -334,6 +334,7 @@ class Call:
             extras=self._request.extras,
             prompt=self._request.prompt,
             prompt_ids=prompt_ids,
+            stream=self._request.stream,
             logprob_kind=plan.entry.logprob_kind,
         )
 
@@ -355,7 +356,8 @@ class Call:
         end = make_end(plan, collector, ending)
         gateway, session = self._gateway, plan.session
         whole = gateway.bus.contents.put_back(plan.intent)
-        logged = gateway.recorder.end(end, lambda seq: session.add(whole, end, seq))
+        digests = plan.place.digests[plan.intent.shared_messages :]
+        logged = gateway.recorder.end(end, lambda seq: session.add(whole, end, seq, digests))
         gateway.metrics.count(end)
         if refusal is not None:
             self.audience.say(refusal)

@@ -36,6 +36,7 @@ class Place:
 
     parent: KnownCall | None
     shared: int
+    digests: list[bytes]
     settings: bytes
     asked: bytes
     drift: str | None = None
@@ -94,6 +95,7 @@ async def find_place(
     return Place(
         parent=parent,
         shared=shared,
+        digests=digests,
         settings=settings,
         asked=asked_digest(tip, settings, request.ids, request.prompt or request.context.get("prompt_ids")),
         drift=drift,

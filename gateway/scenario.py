@@ -153,7 +153,7 @@ def heartbeat_tool(facts: Facts) -> bool:
 
 def heartbeat_reply(facts: Facts) -> bool:
     """The user's words ask for the reply by which OpenClaw knows that nothing is to be done."""
-    return any(_HEARTBEAT_REPLY.search(text) for text in facts.asked)
+    return any("heartbeat_ok" in text.casefold() and _HEARTBEAT_REPLY.search(text) for text in facts.asked)
 
 
 def limit_summary(facts: Facts) -> bool:

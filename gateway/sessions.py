@@ -156,8 +156,11 @@ class Session:
             raise session_limit(f"max_tokens={grant.max_tokens}")
         return left
 
-    def add(self, intent: CallIntent, end: CallEnd, seq: int) -> None:
-        """Take a call whose end stands at `seq` in the log. The first end of a call counts."""
+    def add(self, intent: CallIntent, end: CallEnd, seq: int, digests: Sequence[bytes] | None = None) -> None:
+        """Take a call whose end stands at `seq` in the log. The first end of a call counts.
+
+        `digests` are those of the intent's messages, where they are known.
+        """
         if intent.call_id in self._ended:
             return
         self._ended.add(intent.call_id)
@@ -172,7 +175,7 @@ class Session:
         if intent.parent is not None:
             self._continued.add(intent.parent)
         base = parent.chain(intent.shared_messages) if parent else ROOT
-        chains = fold(base, self.digests(intent.messages))
+        chains = fold(base, self.digests(intent.messages) if digests is None else digests)
         settings = settings_digest(intent.tools, intent.template)
         if parent is not None and intent.tools is None:
             settings = parent.settings

@@ -37,6 +37,7 @@ class _Delta(Struct, frozen=True):
 
 class _Choice(Struct, frozen=True):
     delta: _Delta | None = None
+    message: _Delta | None = None
     token_ids: Raw = NULL
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
@@ -78,18 +79,18 @@ class _Chunk(Struct, frozen=True):
     error: Any = None
 
 
+STREAMED: Final[dict[str, Any]] = {"stream": True, "stream_options": {"include_usage": True}}
 _decode: Final = msgspec.json.Decoder(_Chunk).decode
 
 
 def chat_body(request: EngineRequest, params: dict[str, Any]) -> dict[str, Any]:
-    """The body of a chat completion that streams and reports its usage."""
+    """The body of a chat completion that reports its usage, streamed or not."""
     body: dict[str, Any] = {
         **request.extras,
         **params,
         "model": upstream_model(request),
         "messages": request.messages,
-        "stream": True,
-        "stream_options": {"include_usage": True},
+        **(STREAMED if request.stream else {}),
     }
     if request.tools:
         body["tools"] = request.tools
@@ -116,7 +117,7 @@ class ChatReader:
         choice = chunk.choices[0] if chunk.choices else _Choice()
         if choice.finish_reason == "abort":
             raise aborted(self._url)
-        delta = choice.delta or _Delta()
+        delta = choice.delta or choice.message or _Delta()
         ids, prompt_ids, fault = self._ids(chunk, choice)
         return EngineChunk(
             text=delta.content or "",

@@ -7,7 +7,7 @@ from typing import Any, Final
 import msgspec
 from msgspec import Raw, Struct
 
-from rollyard.gateway.engines.chat_upstream import NULL, UsageBlock, aborted, stop_string, upstream_model
+from rollyard.gateway.engines.chat_upstream import NULL, STREAMED, UsageBlock, aborted, stop_string, upstream_model
 from rollyard.gateway.engines.engine import EngineChunk, EngineRequest
 from rollyard.gateway.engines.numbers import ids_json, pack_ids, pack_logprobs, parse_ids
 from rollyard.gateway.engines.upstream import raise_event_error, read_event
@@ -44,8 +44,8 @@ def completion_body(request: EngineRequest, params: dict[str, Any]) -> dict[str,
         **params,
         "model": upstream_model(request),
         "prompt": request.prompt if request.prompt_ids is None else ids_json(request.prompt_ids),
-        "stream": True,
-        "stream_options": {"include_usage": True},
+        # Also where the agent reads no stream: what was sampled before an abort is known, and can be continued.
+        **STREAMED,
     }
     if "response_format" in request.extras:
         body["response_format"] = request.extras["response_format"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from msgspec import Meta, Struct
@@ -30,6 +30,10 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
     extras: Annotated[dict[str, Any], Meta(description="tool_choice, response_format and the like")] = {}
     prompt_ids: TokenIds | None = None
     prompt: str | None = None
+    stream: Annotated[
+        bool,
+        Meta(description="whether the agent reads a stream; else the server may answer whole"),
+    ] = True
     logprob_kind: Annotated[LogprobKind, Meta(description="what the server's logprobs mean, as far as is known")] = (
         "unknown"
     )
@@ -58,6 +62,40 @@ class EngineChunk(Struct, frozen=True, kw_only=True):
         str | None, Meta(description="why exact ids have logprobs of another distribution than they came from")
     ] = None
     policy_version: Annotated[int | None, Meta(description="as the server itself reports it")] = None
+
+
+def merge(chunks: Sequence[EngineChunk]) -> list[EngineChunk]:
+    """Pieces that came together as one, so that each costs little; those of another policy version stay apart."""
+    if len(chunks) < 2:
+        return list(chunks)
+    runs: list[list[EngineChunk]] = []
+    for chunk in chunks:
+        if runs and chunk.policy_version == runs[-1][0].policy_version:
+            runs[-1].append(chunk)
+        else:
+            runs.append([chunk])
+    return [_merged(run) for run in runs]
+
+
+def _merged(run: list[EngineChunk]) -> EngineChunk:
+    if len(run) == 1:
+        return run[0]
+    ids = [chunk.token_ids.data for chunk in run if chunk.token_ids is not None]
+    logprobs = [chunk.logprobs.data for chunk in run if chunk.logprobs is not None]
+    return EngineChunk(
+        text="".join([chunk.text for chunk in run]),
+        reasoning="".join([chunk.reasoning for chunk in run]),
+        tool_calls=[call for chunk in run for call in chunk.tool_calls],
+        token_ids=TokenIds(b"".join(ids)) if ids else None,
+        logprobs=Logprobs(b"".join(logprobs)) if logprobs else None,
+        prompt_ids=next((chunk.prompt_ids for chunk in run if chunk.prompt_ids is not None), None),
+        finish_reason=next((chunk.finish_reason for chunk in reversed(run) if chunk.finish_reason), None),
+        stop_string=next((chunk.stop_string for chunk in reversed(run) if chunk.stop_string), None),
+        usage=next((chunk.usage for chunk in reversed(run) if chunk.usage is not None), None),
+        fault=next((chunk.fault for chunk in run if chunk.fault), None),
+        constrained=run[0].constrained,
+        policy_version=run[0].policy_version,
+    )
 
 
 class Probe(Struct, frozen=True, kw_only=True):

@@ -68,7 +68,9 @@ class SglangEngine:
             reader = GenerateReader(url, resumable=request.prompt_ids is not None)
         else:
             url = f"{server.url}/v1/chat/completions"
-            body = chat_body(request, _whole_vocabulary(_NEUTRAL | request.params)) | {"logprobs": True, "rid": rid}
+            # Only its streams tell the ids.
+            body = chat_body(structs.replace(request, stream=True), _whole_vocabulary(_NEUTRAL | request.params))
+            body |= {"logprobs": True, "rid": rid}
             sent |= _IDS_WANTED
             reader = ChatReader(url, with_ids=True)
         constrained = None

@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 import aiohttp
 import msgspec
 
-from rollyard.gateway.engines.engine import EngineChunk
+from rollyard.gateway.engines.engine import EngineChunk, merge
 from rollyard.gateway.engines.numbers import without_nan
 from rollyard.gateway.engines.sse import EventReader
 from rollyard.schemas.errors import ModelError, PromptTooLong
@@ -26,6 +26,7 @@ _TOO_LONG: Final = frozenset({"exceed_context_size_error", "context_length_excee
 _TOO_LONG_WORDS: Final = ("maximum context length", "model's context length")
 _LIMIT: Final = re.compile(r"context (?:length|size)(?: is| of)? ?\(?(\d+)")
 _PROMPT: Final = re.compile(r"(\d+) in the messages|(\d+) input tokens|(?:input|request|prompt) \((\d+) tokens\)")
+_EVENTS: Final = "text/event-stream"
 _NO_STREAM: Final = frozenset({"application/json", "text/html"})
 _STREAM_FIELDS: Final = (b"data:", b"event:", b"id:", b"retry:", b":")
 _RETRYABLE: Final = frozenset({408, 429, 500, 502, 503, 504})
@@ -42,23 +43,23 @@ async def http_client() -> AsyncIterator[aiohttp.ClientSession]:
 
 async def post_stream(
     client: aiohttp.ClientSession, url: str, body: Any, headers: Mapping[str, str]
-) -> AsyncGenerator[bytes, None]:
-    """POST JSON and yield the data of each server-sent event, without `[DONE]`. Raises ModelError."""
+) -> AsyncGenerator[list[bytes], None]:
+    """POST JSON and yield the data of server-sent events as they come together, no `[DONE]`. Raises ModelError."""
     data = msgspec.json.encode(body)
-    headers = {**headers, "Content-Type": "application/json", "Accept": "text/event-stream"}
+    headers = {**headers, "Content-Type": "application/json", "Accept": _EVENTS}
     try:
         async with await _begin(client, url, data, headers) as response:
             if response.status != 200:
                 raise _refused(url, response.status, await response.content.read(MAX_ERROR_BYTES))
             if response.content_type in _NO_STREAM:
                 raise _no_stream(url, await response.content.read(MAX_ERROR_BYTES))
-            async for event in _events(url, response.content):
-                yield event
+            async for events in _events(url, response.content):
+                yield events
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         raise _broken(url, error) from error
 
 
-async def _events(url: str, content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+async def _events(url: str, content: aiohttp.StreamReader) -> AsyncIterator[list[bytes]]:
     reader = EventReader()
     head: bytes | None = b""
     async for block in content.iter_any():
@@ -66,8 +67,8 @@ async def _events(url: str, content: aiohttp.StreamReader) -> AsyncIterator[byte
             found = reader.feed(block)
         except ValueError as error:
             raise ModelError(f"{url}: {error}", hint="is this a model server?") from error
-        for event in found:
-            yield event
+        if found:
+            yield found
         if reader.done:
             return
         if head is not None:
@@ -83,15 +84,36 @@ async def post_chunks(
     headers: Mapping[str, str],
     read: Callable[[bytes], EngineChunk],
 ) -> AsyncGenerator[EngineChunk, None]:
-    """POST and yield what `read` makes of each event, until one has ended the reply. Raises ModelError."""
+    """POST and yield what `read` makes of the events, until one has ended the reply. Raises ModelError.
+
+    Where the body asks for no stream, the whole reply is one event.
+    """
     ended = False
-    async with aclosing(post_stream(client, url, body, headers)) as events:
-        async for event in events:
-            chunk = read(event)
-            ended = ended or chunk.finish_reason is not None
-            yield chunk
+    sent = post_stream(client, url, body, headers) if body.get("stream") else _whole(client, url, body, headers)
+    async with aclosing(sent) as blocks:
+        async for events in blocks:
+            for chunk in merge([read(event) for event in events]):
+                ended = ended or chunk.finish_reason is not None
+                yield chunk
     if not ended:
         raise ModelError(f"{url} broke off its reply", retryable=True)
+
+
+async def _whole(
+    client: aiohttp.ClientSession, url: str, body: Any, headers: Mapping[str, str]
+) -> AsyncGenerator[list[bytes], None]:
+    headers = {**headers, "Content-Type": "application/json"}
+    try:
+        async with await _begin(client, url, msgspec.json.encode(body), headers) as response:
+            if response.status != 200:
+                raise _refused(url, response.status, await response.content.read(MAX_ERROR_BYTES))
+            if response.content_type == _EVENTS:  # it streams whatever it is asked for
+                async for events in _events(url, response.content):
+                    yield events
+            else:
+                yield [await response.read()]
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        raise _broken(url, error) from error
 
 
 def read_event(decode: Callable[[bytes], T], event: bytes, url: str) -> T:
