@@ -10,10 +10,10 @@ DATA ?= .rollyard/demo
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint fmt bench agents clean
+.PHONY: help install demo test lint fmt bench agents vllm-check clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(STAMP) ## make .venv and install Rollyard into it
 
@@ -39,6 +39,9 @@ bench: $(STAMP) ## measure, and print tables
 agents: $(STAMP) ## install the agents that the tests run (about 2.7 GB), with locked versions, beside Rollyard
 	@$(BIN)/rollyard agents install mini_swe_agent
 	@$(BIN)/python tests/agents/agent_tools.py install
+
+vllm-check: $(STAMP) ## test the vLLM adapter before a real vLLM on the CPU (4 GB, a quarter of an hour the first time)
+	@$(BIN)/python tests/vllm/real_vllm.py check $(ARGS)
 
 clean: ## remove what the targets made, but no data
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -138,6 +138,9 @@ def make_params(
         if room < 1:
             raise context_length_exceeded(max_context, len(prompt.ids))
         params["max_tokens"] = min(params.get("max_tokens", room), room)
+    elif max_context and "max_tokens" in params:
+        # vLLM ends a reply where the context ends, but refuses to be asked for more than its whole context.
+        params["max_tokens"] = min(params["max_tokens"], max_context)
     return params
 
 

@@ -1,4 +1,4 @@
-"""Replies whose sampling a grammar constrains: the ids are exact, but raw logprobs do not know of the grammar. Pure."""
+"""Replies whose sampling a grammar constrains: the ids are exact, but logprobs may not know of the grammar. Pure."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ def constraint(extras: dict[str, Any], *, tool_choice: bool = False) -> str | No
     """What in a request makes the server constrain its sampling, or None. `tool_choice`: whether it is passed on."""
     kind = _format_kind(extras)
     if kind is not None:
-        return f"response_format {kind} constrains the sampling, which its raw logprobs do not show"
+        return f"response_format {kind} constrains the sampling, which its logprobs may not show"
     if tool_choice and extras.get("tool_choice") not in _FREE_TOOL_CHOICES:
-        return "tool_choice constrains the sampling, which its raw logprobs do not show"
+        return "tool_choice constrains the sampling, which its logprobs may not show"
     return None
 
 

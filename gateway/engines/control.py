@@ -80,7 +80,13 @@ class VllmControl:
         await self._post(
             server, "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": checkpoint}}
         )
-        await self._post(server, "/reset_prefix_cache")
+        answer = await self._post(server, "/reset_prefix_cache")
+        if isinstance(answer, dict) and answer.get("success") is False:
+            raise ModelError(
+                f"{server.url} did not drop what it had cached under the old weights",
+                hint="calls still run there: pause it, or drain it, and update it once more",
+                retryable=True,
+            )
         await self.mark(server, policy_version)
 
     async def mark(self, server: LlmServer, policy_version: int) -> None:
@@ -91,9 +97,9 @@ class VllmControl:
         """See ServerControl."""
         return _version(await get_json(self._client, f"{server.url}/weight_info", headers(server, "control")))
 
-    async def _post(self, server: LlmServer, path: str, body: Any = None) -> None:
+    async def _post(self, server: LlmServer, path: str, body: Any = None) -> Any:
         try:
-            await post_json(self._client, server.url + path, body, headers(server, "control"), timeout_s=_LONG_S)
+            return await post_json(self._client, server.url + path, body, headers(server, "control"), timeout_s=_LONG_S)
         except ModelError as error:
             if error.status in (404, 405):
                 raise ModelError(error.message, hint=_NO_DEV_MODE, status=error.status) from error

@@ -19,9 +19,10 @@ from rollyard.schemas.packed import Logprobs, TokenIds
 log = structlog.get_logger(__name__)
 
 # So hot that every token is as likely as any other: logprobs after the temperature are all the same, raw ones are not.
-HOT: Final = 10_000.0
-MILD: Final = 1.0
-PROBE_PARAMS: Final[dict[str, Any]] = {"max_tokens": 4, "temperature": HOT, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+HOT: Final[dict[str, Any]] = {"temperature": 10_000.0}
+# Where a temperature over 2 is refused: one token is made certain, of which raw logprobs know nothing.
+CERTAIN: Final[dict[str, Any]] = {"logit_bias": {"1000": 100.0}}
+PROBE_PARAMS: Final[dict[str, Any]] = {"max_tokens": 4, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
 _SAME: Final = 0.01
 
 
@@ -32,20 +33,22 @@ class Findings(Struct, frozen=True, kw_only=True):
     logprobs: Logprobs
 
 
-async def examine_gently(ask: Callable[[dict[str, Any]], Awaitable[Findings]], server: LlmServer) -> Findings:
-    """What `ask` finds with parameters for a probe, milder ones if those are refused. Raises ModelError.
+async def examine_gently(
+    ask: Callable[[dict[str, Any]], Awaitable[Findings]], server: LlmServer, telling: dict[str, Any] = HOT
+) -> Findings:
+    """What `ask` finds with parameters that are `telling`, without them if those are refused. Raises ModelError.
 
     A server that takes neither is up, but cannot be judged so: every call is checked by itself anyway.
     """
-    for temperature in (HOT, MILD):
+    for extra in (telling, {}):
         try:
-            findings = await ask(PROBE_PARAMS | {"temperature": temperature})
+            findings = await ask(PROBE_PARAMS | extra)
         except ModelError as error:
             if error.status != 400:
                 raise
-            log.warning("probe_refused", server=server.server_id, temperature=temperature, error=str(error))
+            log.warning("probe_refused", server=server.server_id, params=extra, error=str(error))
         else:
-            return findings if temperature == HOT else structs.replace(findings, logprobs=Logprobs())
+            return findings if extra else structs.replace(findings, logprobs=Logprobs())
     return Findings(lacks="", logprobs=Logprobs())
 
 

@@ -25,7 +25,9 @@ MAX_ERROR_BYTES: Final = 64 * 1024
 _TOO_LONG: Final = frozenset({"exceed_context_size_error", "context_length_exceeded"})
 _TOO_LONG_WORDS: Final = ("maximum context length", "model's context length")
 _LIMIT: Final = re.compile(r"context (?:length|size)(?: is| of)? ?\(?(\d+)")
-_PROMPT: Final = re.compile(r"(\d+) in the messages|(\d+) input tokens|(?:input|request|prompt) \((\d+) tokens\)")
+_PROMPT: Final = re.compile(
+    r"(\d+) in the messages|(?<!for )\b(\d+) input tokens|(?:input|request|prompt) \((\d+) tokens\)"
+)
 _EVENTS: Final = "text/event-stream"
 _NO_STREAM: Final = frozenset({"application/json", "text/html"})
 _STREAM_FIELDS: Final = (b"data:", b"event:", b"id:", b"retry:", b":")

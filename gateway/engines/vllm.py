@@ -17,7 +17,7 @@ from rollyard.gateway.engines.chat_upstream import ChatReader, chat_body, upstre
 from rollyard.gateway.engines.completions_upstream import CompletionReader, completion_body
 from rollyard.gateway.engines.constraint import constraint
 from rollyard.gateway.engines.engine import EngineChunk, EngineRequest, Probe, headers
-from rollyard.gateway.engines.probe import Findings, examine, examine_gently, logprob_kind
+from rollyard.gateway.engines.probe import CERTAIN, Findings, examine, examine_gently, logprob_kind
 from rollyard.gateway.engines.tokenize import tokenize
 from rollyard.gateway.engines.upstream import get_json, post_chunks
 from rollyard.schemas.call import Message
@@ -71,7 +71,7 @@ class VllmEngine:
         about = await get_json(self._client, f"{server.url}/version", headers(server, "probe"))
         version = str(about.get("version", "")) if isinstance(about, dict) else ""
         max_context = entry.get("max_model_len")
-        findings = await examine_gently(partial(self._examine, server), server)
+        findings = await examine_gently(partial(self._examine, server), server, CERTAIN)
         return Probe(
             trainable=not findings.lacks,
             reason=findings.lacks,

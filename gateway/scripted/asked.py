@@ -69,7 +69,7 @@ class CompletionRequest(Struct, frozen=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     logprobs: int | None = None
-    max_tokens: Limit | None = 16
+    max_tokens: Annotated[int, Meta(ge=1)] | None = 16
     stop: str | list[str] | None = None
     n: int | None = None
     return_token_ids: bool | None = None

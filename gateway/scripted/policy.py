@@ -96,8 +96,9 @@ class ScriptedPolicy:
         room = self.script.max_model_len - len(prompt_ids)
         if room < 1:
             raise ModelError(
-                f"This model's maximum context length is {self.script.max_model_len} tokens. However, your request "
-                f"has {len(prompt_ids)} input tokens. Please reduce the length of the input messages.",
+                f"This model's maximum context length is {self.script.max_model_len} tokens. However, your prompt "
+                f"contains {len(prompt_ids)} input tokens, which exceeds this limit even without any output tokens. "
+                f"Please reduce the length of the input prompt. (parameter=input_tokens, value={len(prompt_ids)})",
                 status=400,
             )
         number = sum(message.get("role") == "assistant" for message in messages)

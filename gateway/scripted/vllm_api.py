@@ -41,14 +41,16 @@ class VllmApi:
 
     async def _models(self, request: web.Request) -> web.Response:
         script = self._server.policy.script
-        models = [
+        models: list[dict[str, Any]] = [
             {
                 "id": name,
                 "object": "model",
                 "created": 0,
                 "owned_by": "vllm",
                 "root": name,
+                "parent": None,
                 "max_model_len": script.max_model_len,
+                "permission": [],
             }
             for name in script.models
         ]
@@ -66,6 +68,10 @@ class VllmApi:
         except msgspec.DecodeError as error:
             return refusal(400, str(error))
         policy = self._server.policy
+        limit, longest = asked.asked().max_tokens, policy.script.max_model_len
+        if limit is not None and limit > longest:
+            words = f"max_tokens={limit} cannot be greater than max_model_len={longest}. Please request fewer output"
+            return refusal(400, f"{words} tokens. (parameter=max_tokens, value={limit})", param="max_tokens")
         if asked.model and asked.model not in policy.script.models:
             return refusal(404, f"The model `{asked.model}` does not exist.", param="model")
         if asked.n not in (None, 1):
@@ -107,7 +113,7 @@ class VllmApi:
         return web.json_response({"results": [None]})
 
     async def _reset_prefix_cache(self, request: web.Request) -> web.Response:
-        return web.Response()
+        return web.json_response({"success": True})
 
     async def _update_weight_version(self, request: web.Request) -> web.Response:
         self._control.version = str((await request.json())["new_version"])

@@ -7,13 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 
 from rollyard.gateway.scripted.asked import ChatRequest, CompletionRequest
 from rollyard.gateway.scripted.policy import Reply
 from rollyard.gateway.tokens.tokenizer import TextTokenizer
+
+_FINGERPRINT: Final = "vllm-0.32.0-scripted"
+_NO_DETAILS: Final = {"prompt_tokens_details": None, "completion_tokens_details": None}
+_NOTHING_MORE: Final = {
+    "service_tier": None,
+    "system_fingerprint": _FINGERPRINT,
+    "kv_transfer_params": None,
+    "ec_transfer_params": None,
+    "metrics": None,
+}
 
 
 class Wire(Protocol):
@@ -32,8 +42,30 @@ class Wire(Protocol):
         ...
 
 
-class ChatWire:
+class _VllmWire:
+    """What the events of both kinds have in common. `_head` stands in each."""
+
+    _head: dict[str, Any]
+    _request: ChatRequest | CompletionRequest
+
+    def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        return event({**self._head, "choices": choices, **more})
+
+    def _usage_event(self, reply: Reply) -> bytes:
+        return self._event([], usage=usage(reply), system_fingerprint=_FINGERPRINT)
+
+    def _fingerprint(self, *, last: bool) -> dict[str, str]:
+        """In the very last event, which is that of usage where it is wanted."""
+        return {"system_fingerprint": _FINGERPRINT} if last and not self._wants_usage() else {}
+
+    def _wants_usage(self) -> bool:
+        return bool(self._request.stream_options and self._request.stream_options.include_usage)
+
+
+class ChatWire(_VllmWire):
     """See Wire. A chat completion; `created` is in Unix seconds."""
+
+    _request: ChatRequest
 
     def __init__(
         self, request: ChatRequest, reply: Reply, tokenizer: TextTokenizer, *, call_id: str, model: str, created: int
@@ -41,19 +73,28 @@ class ChatWire:
         self._request = request
         self._reply = reply
         self._tokenizer = tokenizer
-        self._head = {"id": f"chatcmpl-{call_id}", "created": created, "model": model}
+        self._head = {
+            "id": f"chatcmpl-{call_id}",
+            "object": "chat.completion.chunk",
+            "created": created,
+            "model": model,
+        }
 
     def whole(self) -> bytes:
         """See Wire."""
         reply, asked = self._reply, bool(self._request.return_token_ids)
         said = reply.joined()
-        message = {
+        message: dict[str, Any] = {
             "role": "assistant",
             "content": said.content or None,
             "refusal": None,
+            "annotations": None,
+            "audio": None,
+            "function_call": None,
             "reasoning": said.reasoning or None,
-            "tool_calls": reply.tool_calls,
         }
+        if reply.tool_calls:
+            message["tool_calls"] = reply.tool_calls
         choice = {
             "index": 0,
             "message": message,
@@ -61,16 +102,18 @@ class ChatWire:
             "finish_reason": reply.finish_reason,
             "stop_reason": reply.stop_reason,
             "token_ids": reply.ids if asked else None,
+            "routed_experts": None,
         }
         return msgspec.json.encode(
             {
                 **self._head,
                 "object": "chat.completion",
                 "choices": [choice],
-                "usage": usage(reply),
+                "usage": usage(reply) | _NO_DETAILS,
                 "prompt_logprobs": None,
                 "prompt_token_ids": reply.prompt_ids.tolist() if asked else None,
-                "kv_transfer_params": None,
+                "prompt_text": None,
+                **_NOTHING_MORE,
             }
         )
 
@@ -80,22 +123,27 @@ class ChatWire:
         prompt_ids = reply.prompt_ids.tolist() if self._request.return_token_ids else None
         first = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         yield 0, self._event([first], prompt_token_ids=prompt_ids, prompt_text=None)
-        for start, end in portions(len(reply.ids), tokens_per_chunk):
+        spans = list(portions(len(reply.ids), tokens_per_chunk))
+        calls = _call_deltas(reply.tool_calls)
+        for left, (start, end) in zip(reversed(range(len(spans))), spans, strict=True):
             said = reply.joined(start, end)
             delta: dict[str, Any] = {"reasoning": said.reasoning} if said.reasoning else {}
             if said.content:
                 delta["content"] = said.content
-            last = end == len(reply.ids)
-            if last and reply.tool_calls:
-                delta["tool_calls"] = [{"index": n, **call} for n, call in enumerate(reply.tool_calls)]
-            yield end, self._event([self._choice(delta, start, end, reply.finish_reason if last else None)])
+            last = not left
+            # In pieces, before the one that ends the reply.
+            due = [calls.pop(0) for _ in range(max(0, len(calls) - max(0, left - 1)))]
+            if due:
+                delta = {"content": None, **delta, "tool_calls": due}
+            choice = self._choice(delta, start, end, reply.finish_reason if last else None)
+            yield end, self._event([choice], **self._fingerprint(last=last))
         if self._wants_usage():
-            yield len(reply.ids), self._event([], usage=usage(reply))
+            yield len(reply.ids), self._usage_event(reply)
 
     def aborted(self, sent: int) -> bytes:
         """See Wire."""
-        ended = self._event([self._choice({}, sent, sent, "abort")])
-        return ended + (self._event([], usage=usage(self._reply.cut(sent))) if self._wants_usage() else b"")
+        ended = self._event([self._choice({}, sent, sent, "abort")], **self._fingerprint(last=True))
+        return ended + (self._usage_event(self._reply.cut(sent)) if self._wants_usage() else b"")
 
     def _choice(self, delta: dict[str, Any], start: int, end: int, finish_reason: str | None) -> dict[str, Any]:
         choice = {
@@ -108,12 +156,6 @@ class ChatWire:
         if finish_reason is not None:
             choice["stop_reason"] = self._reply.stop_reason
         return choice
-
-    def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
-        return event({**self._head, "object": "chat.completion.chunk", "choices": choices, **more})
-
-    def _wants_usage(self) -> bool:
-        return bool(self._request.stream_options and self._request.stream_options.include_usage)
 
     def _logprobs(self, start: int, end: int) -> dict[str, Any] | None:
         if not self._request.logprobs:
@@ -128,8 +170,10 @@ class ChatWire:
         )
 
 
-class CompletionWire:
+class CompletionWire(_VllmWire):
     """See Wire. A completion; `created` is in Unix seconds."""
+
+    _request: CompletionRequest
 
     def __init__(
         self,
@@ -150,9 +194,9 @@ class CompletionWire:
         """See Wire."""
         reply = self._reply
         choice = self._choice(0, len(reply.ids), _finish(reply))
-        more = {"service_tier": None, "system_fingerprint": None, "kv_transfer_params": None}
+        choice |= {"prompt_logprobs": None, "routed_experts": None}
         return msgspec.json.encode(
-            {**self._head, "choices": [{**choice, "prompt_logprobs": None}], "usage": usage(reply), **more}
+            {**self._head, "choices": [choice], "usage": usage(reply) | _NO_DETAILS, **_NOTHING_MORE}
         )
 
     def chunks(self, tokens_per_chunk: int) -> Iterator[tuple[int, bytes]]:
@@ -160,14 +204,15 @@ class CompletionWire:
         reply = self._reply
         for start, end in portions(len(reply.ids), tokens_per_chunk):
             last = end == len(reply.ids)
-            yield end, self._event([self._choice(start, end, _finish(reply) if last else None)])
+            choice = self._choice(start, end, _finish(reply) if last else None)
+            yield end, self._event([choice], **self._fingerprint(last=last))
         if self._wants_usage():
-            yield len(reply.ids), self._event([], usage=usage(reply))
+            yield len(reply.ids), self._usage_event(reply)
 
     def aborted(self, sent: int) -> bytes:
         """See Wire."""
-        ended = self._event([self._choice(sent, sent, "abort")])
-        return ended + (self._event([], usage=usage(self._reply.cut(sent))) if self._wants_usage() else b"")
+        ended = self._event([self._choice(sent, sent, "abort")], **self._fingerprint(last=True))
+        return ended + (self._usage_event(self._reply.cut(sent)) if self._wants_usage() else b"")
 
     def _choice(self, start: int, end: int, finish_reason: str | None) -> dict[str, Any]:
         reply, asked = self._reply, bool(self._request.return_token_ids)
@@ -180,12 +225,6 @@ class CompletionWire:
             "prompt_token_ids": reply.prompt_ids.tolist() if asked and start == 0 else None,
             "token_ids": reply.ids[start:end] if asked else None,
         }
-
-    def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
-        return event({**self._head, "choices": choices, **more})
-
-    def _wants_usage(self) -> bool:
-        return bool(self._request.stream_options and self._request.stream_options.include_usage)
 
     def _logprobs(self, start: int, end: int) -> dict[str, Any] | None:
         if self._request.logprobs is None:
@@ -243,6 +282,16 @@ def event(value: Any) -> bytes:
 def error_body(message: str, kind: str, status: int, param: str | None = None) -> bytes:
     """The body of a refusal."""
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": status}})
+
+
+def _call_deltas(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Tool calls as they are streamed: the name of each, then its arguments."""
+    deltas = []
+    for index, call in enumerate(calls):
+        function = call["function"]
+        deltas.append({**call, "index": index, "function": {"name": function["name"]}})
+        deltas.append({"index": index, "function": {"arguments": function["arguments"]}})
+    return deltas
 
 
 def _finish(reply: Reply) -> str:

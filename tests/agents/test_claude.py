@@ -37,6 +37,8 @@ def compacted(*turns: dict[str, Any]) -> list[dict[str, Any]]:
 
 LOOK = say("I look at it.", shell(AGENT, "cat first.txt"))
 COUNT = [shell(AGENT, f"seq {start} {start + 4500}") for start in (10_000, 20_000, 30_000)]
+# Claude takes four characters for a token when it decides what to drop: of digits that is wrong, of words it is right.
+READ = shell(AGENT, "yes 'the answer to the question is in the other file' | head -n 580")
 SCENES = {
     "sub-agents": Scene(agent=AGENT, conversations=SUB_AGENTS),
     "compaction": Scene(
@@ -47,8 +49,8 @@ SCENES = {
     "broken": Scene(agent=AGENT, conversations=task(AGENT, break_after_tokens=3), tokens=True),
     "overflow": Scene(
         agent=AGENT,
-        conversations=compacted(LOOK, *(say("I count.", count) for count in COUNT)),
-        script={"max_model_len": 62_000},
+        conversations=compacted(LOOK, *(say("I read.", READ) for _ in range(3))),
+        script={"max_model_len": 48_000},
     ),
     "early-overflow": Scene(
         agent=AGENT,

@@ -148,13 +148,14 @@ async def test_a_stream_says_the_same_as_a_whole_reply(serve: Serve) -> None:
     assert streamed_ids(chunks) == whole["choices"][0]["token_ids"]
     logprobs = [entry for choice in deltas for entry in choice["logprobs"]["content"]]
     assert logprobs == whole["choices"][0]["logprobs"]["content"]
-    assert "".join(choice["delta"].get("content", "") for choice in deltas) == message["content"] == TEXT
-    (call,) = deltas[-1]["delta"]["tool_calls"]
-    assert {"index": 0, **message["tool_calls"][0]} == call
-    assert json.loads(call["function"]["arguments"]) == {"command": "ls # hello"}
+    assert "".join(choice["delta"].get("content") or "" for choice in deltas) == message["content"] == TEXT
+    (name,), (arguments,) = (choice["delta"]["tool_calls"] for choice in deltas[-3:-1])
+    assert {**name, "function": name["function"] | arguments["function"]} == {"index": 0, **message["tool_calls"][0]}
+    assert json.loads(arguments["function"]["arguments"]) == {"command": "ls # hello"}
+    assert "tool_calls" not in deltas[-1]["delta"]
     assert [choice["finish_reason"] for choice in deltas] == [None] * (len(deltas) - 1) + ["tool_calls"]
     assert usage["choices"] == []
-    assert usage["usage"] == whole["usage"]
+    assert whole["usage"] == usage["usage"] | {"prompt_tokens_details": None, "completion_tokens_details": None}
 
 
 async def test_some_texts_are_sampled_as_other_ids(serve: Serve, tokenizer: TextTokenizer) -> None:
@@ -290,13 +291,16 @@ async def test_limits_cut_the_reply(serve: Serve, tokenizer: TextTokenizer) -> N
     async with serve({"content": TEXT, "tool_calls": [CALL]}, max_model_len=60) as client:
         short = (await client.ask(max_tokens=4))["choices"][0]
         stopped = (await client.ask(stop=["the answer", " said"]))["choices"][0]
-        full = await client.ask(max_tokens=500)
+        full = await client.ask(max_tokens=60)
+        async with client.post(messages=[user("hello")], max_tokens=61) as response:
+            assert response.status == 400
+            assert (await response.json())["error"]["param"] == "max_tokens"
         async with client.post(messages=[user("long " * 60)]) as response:
             assert response.status == 400
             assert (await response.json())["error"]["param"] == "input_tokens"
 
     assert short["finish_reason"] == "length"
-    assert short["message"]["tool_calls"] == []
+    assert "tool_calls" not in short["message"]
     assert len(short["token_ids"]) == 4
     assert tokenizer.decode(TokenIds.of(short["token_ids"]), False) == short["message"]["content"]
     assert (stopped["finish_reason"], stopped["stop_reason"]) == ("stop", " said")
@@ -365,7 +369,8 @@ async def test_completions_have_vllms_fields(serve: Serve, tokenizer: TextTokeni
     assert [piece["prompt_token_ids"] for piece in pieces] == [choice["prompt_token_ids"]] + [None] * (len(pieces) - 1)
     for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
         assert [entry for piece in pieces for entry in piece["logprobs"][key]] == choice["logprobs"][key]
-    assert (usage["choices"], usage["usage"]) == ([], whole["usage"])
+    assert usage["choices"] == []
+    assert whole["usage"] == usage["usage"] | {"prompt_tokens_details": None, "completion_tokens_details": None}
     # Who does not say how long a reply may be gets 16 tokens.
     assert plain["usage"]["completion_tokens"] == 16
     assert plain["choices"][0]["finish_reason"] == "length"

@@ -69,6 +69,23 @@ async def test_vllm_without_its_dev_mode_says_how_to_get_it() -> None:
     assert "VLLM_SERVER_DEV_MODE=1" in failed.value.hint
 
 
+async def test_a_vllm_that_keeps_what_it_cached_does_not_bear_the_new_version() -> None:
+    asked = []
+
+    async def handler(request: web.Request) -> web.Response:
+        asked.append(request.path)
+        return web.json_response({"success": False} if request.path == "/reset_prefix_cache" else {"results": [None]})
+
+    app = web.Application()
+    app.router.add_post("/{path:.*}", handler)
+    async with serve_app(app) as url, http_client() as client:
+        server = LlmServer(server_id="s", url=url, engine="vllm")
+        with pytest.raises(ModelError, match="did not drop what it had cached") as failed:
+            await controls(client)["vllm"].load(server, "/checkpoints/4", 4)
+    assert failed.value.retryable
+    assert asked == ["/collective_rpc", "/reset_prefix_cache"]
+
+
 async def test_a_load_that_failed() -> None:
     async def handler(_request: web.Request) -> web.Response:
         return web.json_response({"success": False, "message": "no such folder"})
