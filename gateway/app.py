@@ -30,6 +30,10 @@ from rollyard.gateway.stream import AgentStream
 log = structlog.get_logger(__name__)
 
 GATEWAY: Final = web.AppKey("gateway", Gateway)
+SERVED: Final = web.AppKey("served", set[web.RequestHandler])
+"""Connections that have sent a whole request."""
+# What is larger would hold up all other agents while it is parsed.
+PARSED_INLINE_BYTES: Final = 1 << 20
 _JSON: Final = "application/json"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -38,6 +42,7 @@ def make_app(gateway: Gateway) -> web.Application:
     """The application of one gateway process."""
     app = web.Application(middlewares=[_errors], client_max_size=gateway.settings.max_body_bytes)
     app[GATEWAY] = gateway
+    app[SERVED] = set()
     app.router.add_get("/healthz", _healthz)
     app.router.add_get("/readyz", _readyz)
     app.router.add_get("/metrics", _metrics)
@@ -82,7 +87,10 @@ def _calls(protocol: Protocol) -> Handler:
 async def _asked(request: web.Request, protocol: Protocol) -> ModelRequest:
     """What the agent asks for, with what it says of itself. Raises Refusal."""
     body = await _body(request)
-    asked = protocol.parse(body, request.headers)
+    if len(body) < PARSED_INLINE_BYTES:
+        asked = protocol.parse(body, request.headers)
+    else:
+        asked = await asyncio.to_thread(protocol.parse, body, request.headers)
     asked = structs.replace(asked, ids=agent_ids(request.headers, asked), body_bytes=len(body))
     return structs.replace(asked, scenario=classify(asked))
 
@@ -92,6 +100,9 @@ async def _body(request: web.Request) -> bytes:
     try:
         async with asyncio.timeout(limit_s):
             return await request.read()
+    except web.RequestPayloadError as error:
+        what = " ".join(str(error).split())
+        raise Refusal(400, "invalid_request", f"the request body cannot be read: {what[:200]}") from None
     except TimeoutError:
         raise Refusal(408, "request_timeout", f"the request body did not arrive within {limit_s:g} s") from None
 
@@ -144,6 +155,7 @@ def _call_headers(call_id: str) -> dict[str, str]:
 
 @web.middleware
 async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    request.app[SERVED].add(request.protocol)
     try:
         return await handler(request)
     except Refusal as refusal:

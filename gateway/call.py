@@ -39,7 +39,7 @@ from rollyard.gateway.refusal import Refusal, of_model_error, session_closed, un
 from rollyard.gateway.sessions import Session
 from rollyard.pipeline.crash import checkpoint
 from rollyard.schemas.call import CallEnd, CallIntent, CallStatus, Usage
-from rollyard.schemas.errors import BlobError, BusError, DecodeError, ModelError
+from rollyard.schemas.errors import BlobError, BusError, ConfigError, DecodeError, ModelError
 
 if TYPE_CHECKING:
     from rollyard.gateway.calls import Gateway
@@ -128,7 +128,6 @@ class Call:
     async def _plan(self, session: Session, place: Place, tokens_left: int | None) -> Plan:
         gateway, grant, request = self._gateway, self._grant, self._request
         entry = await self._choose()
-        vocab_size = entry.probe.vocab_size if entry.probe else 0
         prompt = None
         if entry.server.mode == "capture" and "prompt_ids" in request.context:
             raise Refusal(
@@ -140,7 +139,6 @@ class Call:
             )
         if entry.server.mode == "tokens":
             prompt = await make_prompt(gateway.renderers, entry, request, place)
-            vocab_size = vocab_size or prompt.model.renderer.tokenizer.vocab_size
         params = make_params(
             request,
             grant,
@@ -163,10 +161,20 @@ class Call:
             entry=entry,
             prompt=prompt,
             reader=make_reader(prompt, entry, request, params.get("stop", ())) if prompt is not None else None,
-            vocab_size=vocab_size,
+            vocab_size=await self._vocab_size(entry),
             snapshot=snapshot,
             policy_version=entry.server.policy_version,
         )
+
+    async def _vocab_size(self, entry: PoolEntry) -> int:
+        """What ids are checked against; 0: nobody says."""
+        told = entry.server.vocab_size or (entry.probe.vocab_size if entry.probe else 0)
+        if told or not entry.server.tokenizer:
+            return told
+        try:
+            return (await self._gateway.renderers.get(entry.server.tokenizer)).renderer.tokenizer.vocab_size
+        except ConfigError:
+            return 0
 
     def _intent(self, params: dict[str, object], drift: str | None) -> CallIntent:
         grant, request = self._grant, self._request

@@ -16,14 +16,16 @@ async def count_tokens(gateway: Gateway, grant: SessionGrant, request: ModelRequ
         gateway.model_of(grant, request), grant.session(), training=False, wait_s=gateway.settings.pause_wait_s
     )
     try:
-        if entry.server.tokenizer:
+        if entry.server.mode == "tokens":
             return await (await gateway.renderers.get(entry.server.tokenizer)).count(request)
-        counted = await gateway.engines[entry.server.engine].count(
+        counted: int | None = await gateway.engines[entry.server.engine].count(
             entry.server,
             without_private(request.messages),
             request.tools,
             request.extras.get("chat_template_kwargs"),
         )
+        if counted is None and entry.server.tokenizer:
+            return await (await gateway.renderers.get(entry.server.tokenizer)).count(request)
     except ConfigError as error:
         raise unavailable(f"model server {entry.server.server_id}: {error}", code="no_tokenizer") from error
     except ModelError as error:

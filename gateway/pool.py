@@ -16,7 +16,7 @@ import structlog
 from rollyard.gateway import rendezvous
 from rollyard.gateway.breaker import CircuitBreaker
 from rollyard.gateway.engines.engine import Engine, LogprobKind, Probe
-from rollyard.gateway.refusal import Refusal, unavailable
+from rollyard.gateway.refusal import Refusal, unavailable, without_addresses
 from rollyard.pipeline.bus import Bus
 from rollyard.pipeline.kv import Bucket
 from rollyard.schemas import subjects
@@ -165,7 +165,8 @@ class ServerPool:
                 async with asyncio.timeout(PROBE_TIMEOUT_S):
                     entry.probe = await self._probe(entry)
             except Exception as error:  # noqa: BLE001 - whatever a foreign server answers, the pool goes on
-                entry.trouble = str(error) or type(error).__name__
+                silent = f"a look at it got no answer within {PROBE_TIMEOUT_S:g} s"
+                entry.trouble = silent if isinstance(error, TimeoutError) else str(error) or type(error).__name__
                 log.info("server_not_healthy", server=entry.server.server_id, error=entry.trouble)
                 await asyncio.sleep(pause_s * random.uniform(0.7, 1.3))
                 pause_s = min(pause_s * 2, PROBE_MAX_S)
@@ -334,7 +335,7 @@ def _check_trainable(known: list[PoolEntry]) -> None:
     raise Refusal(
         400,
         "server_not_trainable",
-        f"model server {entry.server.server_id} cannot be used for training: {reason}",
+        f"model server {entry.server.server_id} cannot be used for training: {without_addresses(reason)}",
         hint="use a vLLM, SGLang or llama.cpp server, or a run with training = false",
     )
 
@@ -354,6 +355,6 @@ def _refusal(model: str, known: list[PoolEntry], wanted: list[PoolEntry], now_s:
         503,
         "no_server",
         f"no server for model {model!r} is healthy: "
-        + "; ".join(f"{entry.server.server_id}: {entry.trouble}" for entry in troubled),
+        + "; ".join(f"{entry.server.server_id}: {without_addresses(entry.trouble)}" for entry in troubled),
         retry_after_s=max(1, math.ceil(min(waits_s, default=0))),
     )

@@ -58,7 +58,8 @@ class Recorder:
 
     def intent(self, intent: CallIntent) -> asyncio.Task[int]:
         """Send an intent; the task gives its sequence, or raises BusError. From now on an end is owed."""
-        task = asyncio.create_task(self._intend(intent))
+        # What cannot be encoded is known before that.
+        task = asyncio.create_task(self._intend(intent, encode(intent)))
         self._intents.add(task)
         task.add_done_callback(self._intended)
         return task
@@ -69,10 +70,10 @@ class Recorder:
         if not task.cancelled():
             task.exception()
 
-    async def _intend(self, intent: CallIntent) -> int:
+    async def _intend(self, intent: CallIntent, data: bytes) -> int:
         try:
             return await self._bus.publish(
-                log_subject(intent.run, intent.rollout_id, "call"), encode(intent), msg_id=f"{intent.call_id}.intent"
+                log_subject(intent.run, intent.rollout_id, "call"), data, msg_id=f"{intent.call_id}.intent"
             )
         except BlobError as error:
             raise BusError(f"the intent of a call cannot be stored: {error}") from error

@@ -91,6 +91,11 @@ def context_length_exceeded(limit: int, prompt_tokens: int) -> Refusal:
     )
 
 
+def without_addresses(text: str) -> str:
+    """A text for agents: where a model server is, is nothing for them."""
+    return _URL.sub("it", text)
+
+
 def of_model_error(error: ModelError, server_id: str, max_context: int, prompt_ids: TokenIds | None) -> Refusal:
     """What an agent is told when a model server failed. Statuses that agents retry stay statuses that they retry.
 
@@ -103,9 +108,11 @@ def of_model_error(error: ModelError, server_id: str, max_context: int, prompt_i
             return context_length_exceeded(error.limit, error.prompt_tokens)
         return Refusal(400, "context_length_exceeded", error.said, param="messages")
     answered = f" answered {error.status}" if error.status and error.said else ""
-    message = f"model server {server_id}{answered}: {error.said or _URL.sub('it', error.message)}"
+    message = f"model server {server_id}{answered}: {error.said or without_addresses(error.message)}"
     if error.status == 429:
         return Refusal(429, "server_overloaded", message, retry_after_s=1)
+    if error.status == 503:
+        return unavailable(message, code="server_overloaded")
     if error.status in (400, 413, 422):
         return Refusal(400, "refused_by_server", message)
     if error.status == 0 and error.retryable:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final
@@ -13,7 +14,7 @@ import structlog
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
-from rollyard.gateway.app import AccessLog, make_app
+from rollyard.gateway.app import SERVED, AccessLog, make_app
 from rollyard.gateway.calls import Gateway
 from rollyard.gateway.desk import PoolDesk
 from rollyard.gateway.engines import engines
@@ -166,10 +167,27 @@ async def _housekeep(gateway: Gateway) -> None:
             gateway.metrics.canonical.labels(rule).set(count)
 
 
+async def _drop_silent(server: web.Server, served: set[web.RequestHandler], limit_s: float) -> None:
+    """Close connections that have not sent the headers of a first request in time; aiohttp has no limit for that."""
+    since_s: dict[web.RequestHandler, float] = {}
+    while True:
+        await asyncio.sleep(limit_s / 4)
+        now_s = time.monotonic()
+        served.intersection_update(server.connections)
+        waiting = [each for each in server.connections if each not in served]
+        since_s = {each: since_s.get(each, now_s) for each in waiting}
+        for each, began_s in since_s.items():
+            if now_s - began_s > limit_s:
+                each.force_close()
+                if each.transport is not None:
+                    each.transport.abort()
+
+
 @asynccontextmanager
 async def _listening(gateway: Gateway, settings: GatewaySettings) -> AsyncIterator[str]:
+    app = make_app(gateway)
     runner = web.AppRunner(
-        make_app(gateway),
+        app,
         # A request whose client is gone is cancelled, and with it the call at the model server.
         handler_cancellation=True,
         access_log_class=AccessLog,
@@ -188,7 +206,12 @@ async def _listening(gateway: Gateway, settings: GatewaySettings) -> AsyncIterat
                 hint="stop what uses the port, or choose another one",
             ) from error
         host, port = runner.addresses[0][:2]
-        yield f"http://{host}:{port}"
+        assert runner.server is not None
+        watching = asyncio.create_task(_drop_silent(runner.server, app[SERVED], settings.header_timeout_s))
+        try:
+            yield f"http://{host}:{port}"
+        finally:
+            watching.cancel()
     finally:
         await runner.cleanup()
         await gateway.stop()

@@ -27,6 +27,9 @@ class GatewaySettings(Struct, frozen=True, kw_only=True):
     ping_s: Annotated[float, Meta(gt=0, description="a stream that is silent for so long gets a sign of life")] = 10.0
     pause_wait_s: Annotated[float, Meta(ge=0, description="how long a call waits while weights are changed")] = 300.0
     join_after_s: Annotated[float, Meta(ge=0, description="an equal request after so long is a retry and joins")] = 1.0
+    header_timeout_s: Annotated[float, Meta(gt=0, description="how long the headers of a first request may take")] = (
+        30.0
+    )
     read_timeout_s: Annotated[float, Meta(gt=0, description="how long an agent may take to send its request")] = 60.0
     write_timeout_s: Annotated[float, Meta(gt=0, description="how long an agent may take nothing of a stream")] = 300.0
     max_header_bytes: Annotated[int, Meta(gt=0, description="largest header line")] = 32 * 1024

@@ -42,6 +42,7 @@ class LlmServer(Struct, frozen=True, kw_only=True, omit_defaults=True):
     note: Annotated[str, Meta(description="why it is out of service, for people")] = ""
     api_key_env: Annotated[str, Meta(description="environment variable of the gateway that holds the key")] = ""
     policy_version: Annotated[int | None, Meta(description="weights it serves; null: not known")] = None
+    vocab_size: Annotated[int, Meta(ge=0, description="ids are below it; 0: as the probe or the tokenizer says")] = 0
     max_context: Annotated[int, Meta(description="tokens of prompt and reply together; 0: not known")] = 0
     logprob_kind: Annotated[Literal["raw", "processed", "unknown"], Meta(description="what its logprobs mean")] = (
         "unknown"

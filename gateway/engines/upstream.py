@@ -109,11 +109,11 @@ async def _whole(
         async with await _begin(client, url, msgspec.json.encode(body), headers) as response:
             if response.status != 200:
                 raise _refused(url, response.status, await response.content.read(MAX_ERROR_BYTES))
-            if response.content_type == _EVENTS:  # it streams whatever it is asked for
-                async for events in _events(url, response.content):
-                    yield events
+            answer = await response.read()
+            if answer.startswith(_STREAM_FIELDS):  # it streams whatever it is asked for
+                yield EventReader().feed(answer + b"\n\n")
             else:
-                yield [await response.read()]
+                yield [answer]
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         raise _broken(url, error) from error
 
@@ -144,7 +144,7 @@ async def _begin(
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=silence_s)
     for left in reversed(range(STALE_CONNECTION_TRIES)):
         try:
-            return await client.post(url, data=data, headers=headers, timeout=timeout)
+            return await client.post(url, data=data, headers=headers, timeout=timeout, allow_redirects=False)
         except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
             if not left or isinstance(error, aiohttp.ClientConnectorError):
                 raise

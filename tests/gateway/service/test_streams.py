@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 from typing import Any
 
@@ -111,3 +112,42 @@ async def test_a_websocket_is_answered_by_426(stage: Any) -> None:
     headers = {"Authorization": f"Bearer {stage.key()}", "Connection": "Upgrade", "Upgrade": "websocket"}
     async with stage.client.get(f"{gateway.url}/v1/responses", headers=headers) as response:
         assert response.status == 426
+
+
+async def test_a_connection_that_sends_no_request_is_closed(stage: Any) -> None:
+    gateway = await stage.gateway(header_timeout_s=0.4)
+    host, port = gateway.url.removeprefix("http://").split(":")
+    silent, half = [await asyncio.open_connection(host, int(port)) for _ in range(2)]
+    half[1].write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nx-half: ")
+    async with stage.client.get(f"{gateway.url}/healthz") as response:
+        assert response.status == 200
+    for reader, writer in (silent, half):
+        with contextlib.suppress(ConnectionError):
+            assert await reader.read() == b""
+        writer.close()
+    async with stage.client.get(f"{gateway.url}/healthz") as response:
+        assert response.status == 200
+
+
+async def test_a_body_that_is_no_gzip_is_an_error_of_the_agent(stage: Any) -> None:
+    gateway = await stage.gateway()
+    headers = {"Authorization": f"Bearer {stage.key()}", "Content-Encoding": "gzip", "Content-Type": "application/json"}
+    async with stage.client.post(f"{gateway.url}/v1/messages", data=b"abc", headers=headers) as response:
+        assert (response.status, (await response.json())["error"]["type"]) == (400, "invalid_request_error")
+
+
+async def test_numbers_without_end_and_lists_without_end_are_refused(stage: Any) -> None:
+    gateway = await stage.gateway(ready=False)
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"maximum": 2**128 - 1}}}
+    for path, fields, words in (
+        ("chat/completions", {"messages": [USER], "tools": [tool]}, "64 bits"),
+        ("chat/completions", {"messages": [USER], "seed": 2**70}, "64 bits"),
+        ("responses", {"input": "hi", "metadata": {"a": [2**64]}}, "64 bits"),
+        ("messages", {"messages": [USER], "max_tokens": 9, "tools": [{}] * 5000}, "`tools` has 5000 items"),
+        ("responses", {"input": [{}] * 60_000}, "`input` has 60000 items"),
+    ):
+        headers = {"Authorization": f"Bearer {stage.key()}"}
+        async with stage.client.post(f"{gateway.url}/v1/{path}", json=fields, headers=headers) as response:
+            assert response.status == 400, path
+            assert words in str(await response.json()), path
+    assert await stage.events() == []
