@@ -35,7 +35,7 @@ from rollyard.gateway.planning import (
 )
 from rollyard.gateway.pool import OutOfService, PoolEntry
 from rollyard.gateway.references import resolve_references
-from rollyard.gateway.refusal import Refusal, of_model_error, session_closed, unavailable
+from rollyard.gateway.refusal import Refusal, long_integer, of_model_error, session_closed, unavailable
 from rollyard.gateway.sessions import Session
 from rollyard.pipeline.crash import checkpoint
 from rollyard.schemas.call import CallEnd, CallIntent, CallStatus, Usage
@@ -56,8 +56,7 @@ class Call:
 
     def __init__(self, gateway: Gateway, grant: SessionGrant, request: ModelRequest, choice: int = 0) -> None:
         self.task: asyncio.Task[None] | None = None
-        self.request = request
-        """As the agent sent it; `_request` is the same whole."""
+        self.request = request  # as the agent sent it; `_request` is the same whole
         self.choice = choice
         self.model = gateway.model_of(grant, request)
         self.at = time.time()
@@ -93,6 +92,8 @@ class Call:
             await self._run(session)
         except Refusal as refusal:
             self.audience.say(refusal)
+        except OverflowError:  # by msgspec, before anything was logged
+            self.audience.say(long_integer())
         except asyncio.CancelledError:
             self.audience.say(self._abort_refusal or unavailable("the gateway is stopping", retry_after_s=1))
         except (BusError, BlobError, DecodeError) as error:

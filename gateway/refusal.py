@@ -69,6 +69,11 @@ def session_closed() -> Refusal:
     return Refusal(410, "session_closed", "this session is closed", hint="its attempt has ended; do not retry")
 
 
+def long_integer() -> Refusal:
+    """400: records hold integers of 64 bits."""
+    return Refusal(400, "invalid_request", "an integer in the request does not fit 64 bits", hint="send a float")
+
+
 def session_limit(what: str) -> Refusal:
     """400: the session has reached one of its limits."""
     return Refusal(

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from rollyard.gateway.engines.engine import EngineChunk, EngineRequest
-from rollyard.gateway.engines.numbers import pack_logprobs, parse_ids
+from rollyard.gateway.engines.numbers import pack_ids, pack_logprobs, parse_ids
 from rollyard.gateway.engines.upstream import raise_event_error, read_event
 from rollyard.schemas.call import Usage
 from rollyard.schemas.errors import ModelError
@@ -38,7 +38,7 @@ class _Delta(Struct, frozen=True):
 class _Choice(Struct, frozen=True):
     delta: _Delta | None = None
     message: _Delta | None = None
-    token_ids: Raw = NULL
+    token_ids: Any = None
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
     stop_reason: Any = None
@@ -138,7 +138,7 @@ class ChatReader:
             return None, None, None
         extension = chunk.sglext or _SglExt()
         try:
-            ids = parse_ids(choice.token_ids)
+            ids = None if choice.token_ids is None else pack_ids(choice.token_ids)
             if extension.output_ids:
                 ids = parse_ids(extension.output_ids[0])
             prompt_ids = parse_ids(chunk.prompt_token_ids)
@@ -159,4 +159,7 @@ def aborted(url: str) -> ModelError:
 
 def stop_string(*reasons: Any) -> str | None:
     """The first reason that is a text. Servers give the id instead where a token ended the reply."""
-    return next((reason for reason in reasons if isinstance(reason, str)), None)
+    for reason in reasons:
+        if isinstance(reason, str):
+            return reason
+    return None

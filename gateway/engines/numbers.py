@@ -41,8 +41,10 @@ def ids_json(ids: TokenIds) -> msgspec.Raw:
 
 def parse_ids(raw: msgspec.Raw) -> TokenIds | None:
     """A JSON list of ids, packed; None for null. Raises ValueError when it is anything else."""
+    if len(memoryview(raw)) <= 4:  # null, or nothing
+        return None if bytes(raw).strip() in (b"", b"null") else pack_ids(msgspec.json.decode(raw))
     text = bytes(raw).strip()
-    if text in (b"", b"null"):
+    if text == b"null":
         return None
     if len(text) < _FEW_BYTES:
         return pack_ids(msgspec.json.decode(text))
@@ -69,6 +71,9 @@ def pack_logprobs(values: Iterable[Any]) -> Logprobs:
 
     No caller can take such a value for a logprob, and none is dropped: lengths stay comparable.
     """
+    values = list(values)
+    if all(type(value) is float for value in values) and (not values or _FLOOR < min(values) <= max(values) <= 0.0):
+        return Logprobs.of(values)
     return Logprobs.of(map(_logprob, values))
 
 

@@ -24,7 +24,6 @@ MAX_MESSAGES: Final = 50_000
 _LISTS: Final = {"tools": MAX_TOOLS, "messages": MAX_MESSAGES, "input": MAX_MESSAGES}
 """Lists of a body and the most that they may hold: some work is done for each item while all other agents wait."""
 
-_LONG_INTEGER: Final = re.compile(rb"[0-9]{19}")
 _CONTAINERS: Final = frozenset({dict, list})
 _HALF: Final = re.compile("[\ud800-\udfff]")
 _MAY_HOLD_HALF: Final = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
@@ -54,9 +53,6 @@ def decode_body(body: bytes, kind: type[T]) -> T:
     if _deeper_than(parsed, MAX_DEPTH):
         raise _too_deep()
     _refuse_endless(parsed)
-    # Records hold integers of 64 bits. The text is searched first, since few bodies hold a long number at all.
-    if _LONG_INTEGER.search(body) and _holds_long_integer(parsed):
-        raise _refusal("an integer does not fit 64 bits")
     return parsed
 
 
@@ -113,21 +109,6 @@ def _too_deep() -> Refusal:
         f"the request body is nested too deeply: more than {MAX_DEPTH} levels",
         hint="flatten it",
     )
-
-
-def _holds_long_integer(parsed: Any) -> bool:
-    """Whether an integer outside of 64 bits stands anywhere. By level, so it does not recurse."""
-    level = [msgspec.structs.astuple(parsed) if isinstance(parsed, Struct) else parsed]
-    while level:
-        if any(type(item) is int and not -(1 << 63) <= item < 1 << 64 for item in level):
-            return True
-        level = [
-            inner
-            for item in level
-            if isinstance(item, dict | list | tuple)
-            for inner in (item.values() if isinstance(item, dict) else item)
-        ]
-    return False
 
 
 def _deeper_than(parsed: Any, limit: int) -> bool:
