@@ -107,12 +107,13 @@ async def calls(peer: Peer, shape: Shape, *, count: int, seconds: float = 0, num
 
 @dataclass
 class Paced:
-    """Many open streams: processor microseconds an event, seconds by which the last byte was late, MiB."""
+    """Many open streams: processor microseconds an event, seconds by which their last bytes were late, MiB."""
 
     errors: list[str]
     us_per_event: float
     first_p50_ms: float
-    late_s: float
+    late_p50_s: float
+    late_max_s: float
     peak_mib: float
 
 
@@ -123,12 +124,14 @@ async def paced(peer: Peer, count: int, ideal_s: float) -> Paced:
         before = tree_cpu_s(peer.pids)
         load = await open_streams(ready, ends_with=SSE_END)
         cpu_s = tree_cpu_s(peer.pids) - before
+    late_s = [taken_ms / 1e3 - ideal_s for taken_ms in load.latencies_ms()] or [float("nan")]
     firsts = [(reply.first_s - reply.sent_s) * 1e3 for reply in load.good]
     return Paced(
         errors=load.errors,
         us_per_event=cpu_s / (count * EVENTS) * 1e6,
         first_p50_ms=statistics.median(firsts or [float("nan")]),
-        late_s=load.latencies_ms()[-1] / 1e3 - ideal_s if load.good else float("nan"),
+        late_p50_s=statistics.median(late_s),
+        late_max_s=max(late_s),
         peak_mib=peak_rss_mib(peer.pids) if peer.pids else 0.0,
     )
 
