@@ -36,8 +36,13 @@ class LlmServers:
     async def add(self, server: LlmServer) -> int:
         """Add a server, or replace its entry; one that says no policy version keeps that of the entry.
 
-        Returns the revision.
+        Returns the revision. Raises ConfigError for an address that is none.
         """
+        if not server.url.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"url {server.url!r} of server {server.server_id} is no address",
+                hint="for example http://127.0.0.1:8000",
+            )
         while True:
             standing = await self._bucket.get(_key(server.server_id))
             if standing is None:
