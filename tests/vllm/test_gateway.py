@@ -65,21 +65,24 @@ class Relay:
                 *lines, rest = (rest + block).split(b"\n")
                 self._note(told, lines)
                 await response.write(block)
+            # A reply that is not streamed is one line without an end.
+            self._note(told, [rest])
         return response
 
     def _note(self, told: Told, lines: list[bytes]) -> None:
         for line in lines:
-            if not line.startswith(b"data: {"):
+            data = line.removeprefix(b"data: ")
+            if not data.startswith(b"{"):
                 continue
-            event = msgspec.json.decode(line[6:])
+            event = msgspec.json.decode(data)
             told.usage = event.get("usage") or told.usage
             told.prompt += event.get("prompt_token_ids") or []
-            for choice in event["choices"]:
+            for choice in event.get("choices", ()):
                 self._note_choice(told, choice)
 
     def _note_choice(self, told: Told, choice: dict[str, Any]) -> None:
         logprobs = choice.get("logprobs") or {}
-        if "delta" in choice:
+        if "delta" in choice or "message" in choice:
             told.ids += choice.get("token_ids") or []
             told.logprobs += [token["logprob"] for token in logprobs.get("content") or ()]
         else:
