@@ -23,7 +23,7 @@ from rollyard.gateway.keys import SessionGrant, verify
 from rollyard.gateway.protocols import protocol_of, protocols
 from rollyard.gateway.protocols.messages_count import COUNT_PATH, count_reply, parse_count
 from rollyard.gateway.protocols.protocol import Protocol, ReplyStream
-from rollyard.gateway.refusal import Refusal, session_closed
+from rollyard.gateway.refusal import Refusal, internal_error, session_closed
 from rollyard.gateway.scenario import classify
 from rollyard.gateway.stream import AgentStream
 
@@ -168,7 +168,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return _refuse(request, Refusal(error.status, "not_found" if error.status == 404 else "invalid_request", what))
     except Exception:  # the agent gets an answer in the shape that it knows, whatever is broken
         log.exception("request_failed", path=redact(request.path))
-        return _refuse(request, Refusal(500, "internal_error", "the gateway failed", hint="see the gateway's log"))
+        return _refuse(request, internal_error())
 
 
 def _refuse(request: web.Request, refusal: Refusal) -> web.Response:

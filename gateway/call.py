@@ -20,7 +20,7 @@ from rollyard.gateway.audience import Audience
 from rollyard.gateway.collector import Collector
 from rollyard.gateway.ending import Ending, make_end
 from rollyard.gateway.engines.engine import EngineChunk, EngineRequest
-from rollyard.gateway.exchange import Delta, Finished, ModelRequest, Started, Waiting
+from rollyard.gateway.exchange import TEMPLATE_OPTIONS, Delta, Finished, ModelRequest, Started, Waiting
 from rollyard.gateway.history import without_private
 from rollyard.gateway.keys import SessionGrant
 from rollyard.gateway.planning import (
@@ -35,7 +35,7 @@ from rollyard.gateway.planning import (
 )
 from rollyard.gateway.pool import OutOfService, PoolEntry
 from rollyard.gateway.references import resolve_references
-from rollyard.gateway.refusal import Refusal, long_integer, of_model_error, session_closed, unavailable
+from rollyard.gateway.refusal import Refusal, internal_error, long_integer, of_model_error, session_closed, unavailable
 from rollyard.gateway.sessions import Session
 from rollyard.pipeline.crash import checkpoint
 from rollyard.schemas.call import CallEnd, CallIntent, CallStatus, Usage
@@ -100,7 +100,7 @@ class Call:
             self.audience.say(unavailable(f"the log cannot be used: {error}", code="log_unavailable"))
         except Exception:  # the agent gets an answer and the process lives on, whatever is broken
             log.exception("call_failed", call_id=self._call_id)
-            self.audience.say(Refusal(500, "internal_error", "the gateway failed", hint="see the gateway's log"))
+            self.audience.say(internal_error())
         finally:
             gateway.in_flight[key].discard(self)
             if not gateway.in_flight[key]:
@@ -195,7 +195,7 @@ class Call:
             asked_model=request.model[:256],
             stream=request.stream,
             prompt=request.prompt,
-            extras={name: value for name, value in request.extras.items() if name != "chat_template_kwargs"},
+            extras={name: value for name, value in request.extras.items() if name != TEMPLATE_OPTIONS},
             params=params,
             request_bytes=request.body_bytes,
             drift=drift,
@@ -249,7 +249,7 @@ class Call:
             refusal = error
         except Exception:
             log.exception("call_failed", call_id=self._call_id)
-            refusal = Refusal(500, "internal_error", "the gateway failed", hint="see the gateway's log")
+            refusal = internal_error()
         waiting.cancel()
         why = self._abort_reason or why or (str(refusal)[:2000] if refusal is not None else None)
         await self._finish(plan, collector, status, refusal, why)
@@ -363,10 +363,11 @@ class Call:
             first_token_s=self._first_token_s,
         )
         end = make_end(plan, collector, ending)
-        gateway, session = self._gateway, plan.session
-        whole = gateway.bus.contents.put_back(plan.intent)
-        digests = plan.place.digests[plan.intent.shared_messages :]
-        logged = gateway.recorder.end(end, lambda seq: session.add(whole, end, seq, digests))
+        gateway, session, place = self._gateway, plan.session, plan.place
+        own = place.digests[plan.intent.shared_messages :]
+        logged = gateway.recorder.end(
+            end, lambda seq: session.add(plan.intent, end, seq, digests=own, settings=place.settings)
+        )
         gateway.metrics.count(end)
         if refusal is not None:
             self.audience.say(refusal)
@@ -387,14 +388,3 @@ class Call:
         return Finished(
             self._call_id, int(self.at), end.reply, end.finish_reason, end.usage, end.stop_string, self.choice
         )
-
-
-def same_request(one: ModelRequest, other: ModelRequest) -> bool:
-    """Whether a request is a repetition of another one, streamed or not."""
-    return (
-        len(one.messages) == len(other.messages)
-        and (one.ids.thread, one.ids.sub_agent) == (other.ids.thread, other.ids.sub_agent)
-        and one.context.get("prompt_ids") == other.context.get("prompt_ids")
-        and (one.prompt, one.tools, one.params, one.extras) == (other.prompt, other.tools, other.params, other.extras)
-        and one.messages == other.messages
-    )

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 from msgspec import structs
 
-from rollyard.gateway.call import Call, same_request
+from rollyard.gateway.call import Call
 from rollyard.gateway.closed import ClosedSessions
 from rollyard.gateway.desk import PoolDesk
 from rollyard.gateway.engines.engine import Engine
-from rollyard.gateway.exchange import Finished, ModelRequest, Update
+from rollyard.gateway.exchange import Finished, ModelRequest, Update, same_request
 from rollyard.gateway.history import Canonical
 from rollyard.gateway.keys import SessionGrant
 from rollyard.gateway.logguard import LogGuard

@@ -6,8 +6,8 @@ from rollyard.gateway.calls import Gateway
 from rollyard.gateway.exchange import ModelRequest
 from rollyard.gateway.history import without_private
 from rollyard.gateway.keys import SessionGrant
-from rollyard.gateway.refusal import Refusal, unavailable
-from rollyard.schemas.errors import ConfigError, ModelError
+from rollyard.gateway.planning import rendering
+from rollyard.gateway.refusal import Refusal
 
 
 async def count_tokens(gateway: Gateway, grant: SessionGrant, request: ModelRequest) -> int:
@@ -15,21 +15,14 @@ async def count_tokens(gateway: Gateway, grant: SessionGrant, request: ModelRequ
     entry = await gateway.pool.choose(
         gateway.model_of(grant, request), grant.session(), training=False, wait_s=gateway.settings.pause_wait_s
     )
-    try:
-        if entry.server.mode == "tokens":
-            return await (await gateway.renderers.get(entry.server.tokenizer)).count(request)
-        counted: int | None = await gateway.engines[entry.server.engine].count(
-            entry.server,
-            without_private(request.messages),
-            request.tools,
-            request.extras.get("chat_template_kwargs"),
-        )
+    counted: int | None = None
+    with rendering(entry):
+        if entry.server.mode == "capture":
+            engine = gateway.engines[entry.server.engine]
+            messages = without_private(request.messages)
+            counted = await engine.count(entry.server, messages, request.tools, request.template_options)
         if counted is None and entry.server.tokenizer:
-            return await (await gateway.renderers.get(entry.server.tokenizer)).count(request)
-    except ConfigError as error:
-        raise unavailable(f"model server {entry.server.server_id}: {error}", code="no_tokenizer") from error
-    except ModelError as error:
-        raise Refusal(400, "invalid_messages", error.message, hint=error.hint, param="messages") from error
+            counted = await (await gateway.renderers.get(entry.server.tokenizer)).count(request)
     if counted is None:
         raise Refusal(
             400,

@@ -10,11 +10,13 @@ Tools are OpenAI's function tools, whatever they were in the agent's protocol.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 from msgspec import Meta, Struct
 
 from rollyard.schemas.call import AgentIds, Message, Scenario, Usage, WireProtocol
+
+TEMPLATE_OPTIONS: Final = "chat_template_kwargs"
 
 
 class ModelRequest(Struct, frozen=True, kw_only=True):
@@ -40,6 +42,22 @@ class ModelRequest(Struct, frozen=True, kw_only=True):
     prompt: Annotated[str | None, Meta(description="bare text to continue (/v1/completions)")] = None
     body_bytes: Annotated[int, Meta(description="size of the request's body")] = 0
     context: Annotated[dict[str, Any], Meta(description="what the adapter needs again to phrase the reply")] = {}
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """Further variables of the chat template."""
+        return self.extras.get(TEMPLATE_OPTIONS) or {}
+
+
+def same_request(one: ModelRequest, other: ModelRequest) -> bool:
+    """Whether a request is a repetition of another one, streamed or not."""
+    return (
+        len(one.messages) == len(other.messages)
+        and (one.ids.thread, one.ids.sub_agent) == (other.ids.thread, other.ids.sub_agent)
+        and one.context.get("prompt_ids") == other.context.get("prompt_ids")
+        and (one.prompt, one.tools, one.params, one.extras) == (other.prompt, other.tools, other.params, other.extras)
+        and one.messages == other.messages
+    )
 
 
 class Waiting(Struct, frozen=True, tag=True):

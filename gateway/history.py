@@ -199,12 +199,15 @@ def settings_digest(tools: Sequence[Message] | None, template: Mapping[str, Any]
 
 def common_prefix(a: TokenIds, b: TokenIds) -> int:
     """How many leading ids are equal."""
-    if b.startswith(a):
-        return len(a)
-    low, high = 0, min(len(a), len(b))
+    return len(a) if b.startswith(a) else last_equal(min(len(a), len(b)), lambda count: a[:count] == b[:count])
+
+
+def last_equal(most: int, equal: Callable[[int], bool]) -> int:
+    """The highest count up to `most` for which `equal` holds; it holds for all below it as well, and for 0."""
+    low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
-        if a[:middle] == b[:middle]:
+        if equal(middle):
             low = middle
         else:
             high = middle - 1

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -73,17 +74,17 @@ async def find_place(
 ) -> Place:
     """Where a request stands. Catches up from the log when it holds a reply that is not known here. Raises BusError."""
     messages = request.messages
-    digests = session.digests(messages)
+    canonical = session.canonical.digests(messages)
+    digests = session.digests(messages, canonical)
     chains = fold(ROOT, digests)
     parent, shared = session.match(chains)
     if limited or holds_unknown_reply(messages, shared):
         metrics.catch_ups.inc()
         await session.catch_up(bus)
-        digests = session.digests(messages)
+        digests = session.digests(messages, canonical)
         chains = fold(ROOT, digests)
         parent, shared = session.match(chains)
-    template = request.extras.get("chat_template_kwargs")
-    settings = settings_digest(request.tools, template)
+    settings = settings_digest(request.tools, request.template_options)
     drift: str | None = None
     if parent is None and holds_unknown_reply(messages, 0):
         parent, shared = session.nearest(digests, chains)
@@ -104,9 +105,16 @@ async def find_place(
 
 async def make_prompt(renderers: Renderers, entry: PoolEntry, request: ModelRequest, place: Place) -> Prompt:
     """The prompt in tokens mode. Raises Refusal."""
-    try:
+    with rendering(entry):
         renderer = await renderers.get(entry.server.tokenizer)
         return await renderer.next_prompt(request, place.parent, place.shared, place.drift)
+
+
+@contextmanager
+def rendering(entry: PoolEntry) -> Iterator[None]:
+    """Raise what goes wrong with the template or tokenizer of a server as a Refusal."""
+    try:
+        yield
     except ConfigError as error:
         raise unavailable(f"model server {entry.server.server_id}: {error}", code="no_tokenizer") from error
     except ModelError as error:
@@ -162,5 +170,5 @@ def as_delta(intent: CallIntent, request: ModelRequest, place: Place, *, snapsho
         shared_messages=shared,
         messages=request.messages[shared:],
         tools=(request.tools or []) if own_tools else None,
-        template=(request.extras.get("chat_template_kwargs") or {}) if own_tools else {},
+        template=request.template_options if own_tools else {},
     )

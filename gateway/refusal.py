@@ -64,6 +64,11 @@ def unavailable(message: str, *, code: str = "unavailable", hint: str = "", retr
     return Refusal(503, code, message, hint=hint, retry_after_s=retry_after_s)
 
 
+def internal_error() -> Refusal:
+    """500: something is broken here; the log says what."""
+    return Refusal(500, "internal_error", "the gateway failed", hint="see the gateway's log")
+
+
 def session_closed() -> Refusal:
     """410: the attempt that this key belongs to has ended, or another attempt has taken its place."""
     return Refusal(410, "session_closed", "this session is closed", hint="its attempt has ended; do not retry")

@@ -58,7 +58,6 @@ class ModelRenderer:
         self, request: ModelRequest, parent: KnownCall | None, shared: int, drift: str | None
     ) -> Prompt:
         """The prompt of a request that continues `parent`, unless there is a drift. Raises ModelError."""
-        options = request.extras.get("chat_template_kwargs") or {}
         if (given := request.context.get("prompt_ids")) is not None:
             return Prompt(given, None, self)
         if request.prompt is not None:
@@ -67,17 +66,20 @@ class ModelRenderer:
             if not parent.exact:
                 drift = "parent_ids_unknown"
             else:
-                suffix = self.renderer.suffix(request.messages, request.tools, shared, parent.completion_ids, options)
+                suffix = self.renderer.suffix(
+                    request.messages, request.tools, shared, parent.completion_ids, request.template_options
+                )
                 if suffix is not None:
                     return Prompt(parent.ids() + suffix, None, self)
                 drift = "template_not_append_only"
-        return Prompt(await self._whole(request, options), drift, self)
+        return Prompt(await self._whole(request), drift, self)
 
     async def count(self, request: ModelRequest) -> int:
         """How many ids the prompt of a request has. Raises ModelError."""
-        return len(await self._whole(request, request.extras.get("chat_template_kwargs") or {}))
+        return len(await self._whole(request))
 
-    async def _whole(self, request: ModelRequest, options: dict[str, object]) -> TokenIds:
+    async def _whole(self, request: ModelRequest) -> TokenIds:
+        options = request.template_options
         if len(request.messages) < INLINE_MESSAGES:
             return self.renderer.prompt(request.messages, request.tools, options)
         return await asyncio.to_thread(self.renderer.prompt, request.messages, request.tools, options)

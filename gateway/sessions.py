@@ -14,13 +14,22 @@ from typing import Final
 
 import structlog
 
-from rollyard.gateway.history import KNOWN_BY_CALL_IDS, ROOT, Canonical, call_ids, fold, longest, settings_digest
+from rollyard.gateway.history import (
+    KNOWN_BY_CALL_IDS,
+    ROOT,
+    Canonical,
+    call_ids,
+    fold,
+    last_equal,
+    longest,
+    settings_digest,
+)
 from rollyard.gateway.keys import SessionGrant
 from rollyard.gateway.refusal import session_limit
 from rollyard.pipeline.bus import Bus
-from rollyard.pipeline.codec import decode
+from rollyard.pipeline.log import decode_event
 from rollyard.schemas import subjects
-from rollyard.schemas.call import AgentIds, CallEnd, CallEvent, CallIntent, Message
+from rollyard.schemas.call import AgentIds, CallEnd, CallIntent, Message
 from rollyard.schemas.errors import BusError
 from rollyard.schemas.packed import TokenIds
 
@@ -78,14 +87,8 @@ class KnownCall:
 
     def shared_with(self, chains: Sequence[bytes]) -> int:
         """How many leading messages a request has in common with this conversation."""
-        low, high = 0, min(len(chains), self.length)
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.chain(middle) == chains[middle - 1]:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        most = min(len(chains), self.length)
+        return last_equal(most, lambda count: self.chain(count) == chains[count - 1])
 
 
 class Session:
@@ -96,7 +99,7 @@ class Session:
         self.in_flight = 0
         self.size_bytes = 0
         self._attempt = grant.attempt
-        self._canonical = canonical
+        self.canonical = canonical
         self._good_for = 0
         self._lock = asyncio.Lock()
         self._intents: dict[str, CallIntent] = {}
@@ -110,15 +113,18 @@ class Session:
         self._spent_calls = 0
         self._spent_tokens = 0
 
-    def digests(self, messages: Sequence[Message]) -> list[bytes]:
-        """A digest of each message: its canonical form, or the reply that was sent with its tool-call ids."""
-        digests = self._canonical.digests(messages)
-        if not self._canonical.knows_by_call_ids or not self._by_call_ids:
+    def digests(self, messages: Sequence[Message], canonical: Sequence[bytes] | None = None) -> list[bytes]:
+        """A digest of each message: its canonical form, or the reply that was sent with its tool-call ids.
+
+        `canonical` are the digests of the canonical forms, where they are known.
+        """
+        digests = list(self.canonical.digests(messages) if canonical is None else canonical)
+        if not self.canonical.knows_by_call_ids or not self._by_call_ids:
             return digests
         for index, message in enumerate(messages):
             sent = self._by_call_ids.get(call_ids(message)) if message.get("tool_calls") else None
             if sent is not None and sent != digests[index]:
-                self._canonical.counts[KNOWN_BY_CALL_IDS] += 1
+                self.canonical.counts[KNOWN_BY_CALL_IDS] += 1
                 digests[index] = sent
         return digests
 
@@ -156,10 +162,18 @@ class Session:
             raise session_limit(f"max_tokens={grant.max_tokens}")
         return left
 
-    def add(self, intent: CallIntent, end: CallEnd, seq: int, digests: Sequence[bytes] | None = None) -> None:
+    def add(
+        self,
+        intent: CallIntent,
+        end: CallEnd,
+        seq: int,
+        *,
+        digests: Sequence[bytes] | None = None,
+        settings: bytes | None = None,
+    ) -> None:
         """Take a call whose end stands at `seq` in the log. The first end of a call counts.
 
-        `digests` are those of the intent's messages, where they are known.
+        `digests` of the intent's messages and the digest of its `settings` are worked out where they are not known.
         """
         if intent.call_id in self._ended:
             return
@@ -176,15 +190,15 @@ class Session:
             self._continued.add(intent.parent)
         base = parent.chain(intent.shared_messages) if parent else ROOT
         chains = fold(base, self.digests(intent.messages) if digests is None else digests)
-        settings = settings_digest(intent.tools, intent.template)
-        if parent is not None and intent.tools is None:
-            settings = parent.settings
+        if settings is None:
+            inherits = parent is not None and intent.tools is None
+            settings = parent.settings if parent and inherits else settings_digest(intent.tools, intent.template)
         told = intent.prompt or end.prompt_ids if intent.prompt is not None else None
         asked = asked_digest(chains[-1] if chains else base, settings, intent.agent, told)
         if self._asked.get(asked, (0, ""))[0] < seq:
             self._asked[asked] = (seq, intent.call_id)
         if end.status == "ok" and end.reply is not None:
-            (reply,) = self._canonical.digests([end.reply])
+            (reply,) = self.canonical.digests([end.reply])
             if ids := call_ids(end.reply):
                 self._by_call_ids[ids] = reply
             chains += fold(chains[-1] if chains else base, [reply])
@@ -207,11 +221,11 @@ class Session:
         intents: dict[str, CallIntent] = {}
         replies: dict[str, Message] = {}
         async for stored in bus.read(subjects.LOG, self.subject):
-            event: CallIntent | CallEnd = decode(stored.data, CallEvent)
-            if event.attempt != self._attempt:
+            event = decode_event(stored, bus.contents)
+            if not isinstance(event, CallIntent | CallEnd) or event.attempt != self._attempt:
                 continue
             if isinstance(event, CallIntent):
-                intents.setdefault(event.call_id, bus.contents.put_back(event))
+                intents.setdefault(event.call_id, event)
             elif event.status == "ok" and event.reply is not None:
                 replies.setdefault(event.call_id, event.reply)
         if call_id not in intents or call_id not in replies:
@@ -243,9 +257,9 @@ class Session:
     async def _read(self, bus: Bus, until: int) -> None:
         start = self._good_for + 1
         async for stored in bus.read(subjects.LOG, self.subject, start_seq=start, until_seq=until):
-            event: CallIntent | CallEnd = decode(stored.data, CallEvent)
-            if event.attempt == self._attempt:
-                self._take(bus.contents.put_back(event) if isinstance(event, CallIntent) else event, stored.seq)
+            event = decode_event(stored, bus.contents)
+            if isinstance(event, CallIntent | CallEnd) and event.attempt == self._attempt:
+                self._take(event, stored.seq)
             self._good_for = stored.seq
         if self._good_for < until:
             raise BusError(f"the server that answered has {self.subject} up to {self._good_for}, not yet {until}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncGenerator, Sequence
-from typing import Annotated, Any, ClassVar, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Final, Literal, Protocol
 
 from msgspec import Meta, Struct
 
@@ -14,6 +14,10 @@ from rollyard.schemas.fleet import LlmServer
 from rollyard.schemas.packed import Logprobs, TokenIds
 
 LogprobKind = Literal["raw", "processed", "unknown"]
+
+
+NEUTRAL_PENALTIES: Final = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+"""A model's generation_config.json may set these, and servers follow it unless the request says otherwise."""
 
 
 class EngineRequest(Struct, frozen=True, kw_only=True):

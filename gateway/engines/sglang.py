@@ -20,7 +20,7 @@ from msgspec import structs
 
 from rollyard.gateway.engines.chat_upstream import ChatReader, chat_body
 from rollyard.gateway.engines.constraint import constraint, json_schema
-from rollyard.gateway.engines.engine import EngineChunk, EngineRequest, Probe, headers
+from rollyard.gateway.engines.engine import NEUTRAL_PENALTIES, EngineChunk, EngineRequest, Probe, headers
 from rollyard.gateway.engines.numbers import ids_json
 from rollyard.gateway.engines.probe import Findings, examine, examine_gently, logprob_kind
 from rollyard.gateway.engines.sglang_generate import GenerateReader
@@ -34,7 +34,6 @@ from rollyard.schemas.packed import TokenIds
 log = structlog.get_logger(__name__)
 
 _IDS_WANTED: Final = {"x-sglext-return-input-ids": "1", "x-sglext-return-output-ids": "1"}
-_NEUTRAL: Final = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 _RENAMED: Final = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
 _ABORT_TRIES: Final = 3
 _ABORT_TIMEOUT_S: Final = 5.0
@@ -49,11 +48,9 @@ class SglangEngine:
         self._client = client
         self._aborts: set[asyncio.Task[None]] = set()
 
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineChunk, None]:
+    def generate(self, request: EngineRequest) -> AsyncGenerator[EngineChunk, None]:
         """See Engine."""
-        async with aclosing(self._generate(request)) as chunks:
-            async for chunk in chunks:
-                yield chunk
+        return self._generate(request)
 
     async def _generate(self, request: EngineRequest, *, echo: bool = False) -> AsyncGenerator[EngineChunk, None]:
         """`echo`: have the server send the ids of the prompt back in tokens mode too."""
@@ -69,7 +66,9 @@ class SglangEngine:
         else:
             url = f"{server.url}/v1/chat/completions"
             # Only its streams tell the ids.
-            body = chat_body(structs.replace(request, stream=True), _whole_vocabulary(_NEUTRAL | request.params))
+            body = chat_body(
+                structs.replace(request, stream=True), _whole_vocabulary(NEUTRAL_PENALTIES | request.params)
+            )
             body |= {"logprobs": True, "rid": rid}
             sent |= _IDS_WANTED
             reader = ChatReader(url, with_ids=True)
@@ -156,7 +155,7 @@ def _whole_vocabulary(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def _generate_body(request: EngineRequest, rid: str, *, echo: bool) -> dict[str, Any]:
-    params = _whole_vocabulary(_NEUTRAL | request.params)
+    params = _whole_vocabulary(NEUTRAL_PENALTIES | request.params)
     sampling = {_RENAMED.get(name, name): value for name, value in params.items()}
     # It would stop after 128 tokens by itself; null is until the context is full.
     sampling.setdefault("max_new_tokens", None)

@@ -47,16 +47,24 @@ async def post_stream(
     client: aiohttp.ClientSession, url: str, body: Any, headers: Mapping[str, str]
 ) -> AsyncGenerator[list[bytes], None]:
     """POST JSON and yield the data of server-sent events as they come together, no `[DONE]`. Raises ModelError."""
+    async with _answer(client, url, body, {**headers, "Accept": _EVENTS}) as response:
+        if response.content_type in _NO_STREAM:
+            raise _no_stream(url, await response.content.read(MAX_ERROR_BYTES))
+        async for events in _events(url, response.content):
+            yield events
+
+
+@asynccontextmanager
+async def _answer(
+    client: aiohttp.ClientSession, url: str, body: Any, headers: Mapping[str, str]
+) -> AsyncIterator[aiohttp.ClientResponse]:
+    """POST JSON; within the block the answer is read. Raises ModelError for a refusal and a broken connection."""
     data = msgspec.json.encode(body)
-    headers = {**headers, "Content-Type": "application/json", "Accept": _EVENTS}
     try:
-        async with await _begin(client, url, data, headers) as response:
+        async with await _begin(client, url, data, {**headers, "Content-Type": "application/json"}) as response:
             if response.status != 200:
                 raise _refused(url, response.status, await response.content.read(MAX_ERROR_BYTES))
-            if response.content_type in _NO_STREAM:
-                raise _no_stream(url, await response.content.read(MAX_ERROR_BYTES))
-            async for events in _events(url, response.content):
-                yield events
+            yield response
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         raise _broken(url, error) from error
 
@@ -104,18 +112,10 @@ async def post_chunks(
 async def _whole(
     client: aiohttp.ClientSession, url: str, body: Any, headers: Mapping[str, str]
 ) -> AsyncGenerator[list[bytes], None]:
-    headers = {**headers, "Content-Type": "application/json"}
-    try:
-        async with await _begin(client, url, msgspec.json.encode(body), headers) as response:
-            if response.status != 200:
-                raise _refused(url, response.status, await response.content.read(MAX_ERROR_BYTES))
-            answer = await response.read()
-            if answer.startswith(_STREAM_FIELDS):  # it streams whatever it is asked for
-                yield EventReader().feed(answer + b"\n\n")
-            else:
-                yield [answer]
-    except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        raise _broken(url, error) from error
+    async with _answer(client, url, body, headers) as response:
+        answer = await response.read()
+    # Some stream whatever they are asked for.
+    yield EventReader().feed(answer + b"\n\n") if answer.startswith(_STREAM_FIELDS) else [answer]
 
 
 def read_event(decode: Callable[[bytes], T], event: bytes, url: str) -> T:

@@ -6,7 +6,6 @@ Capture mode: its chat endpoint renders, tokenises and parses, and the ids that 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from functools import partial
 from typing import Any, ClassVar, Final
 
@@ -16,7 +15,7 @@ import structlog
 from rollyard.gateway.engines.chat_upstream import ChatReader, chat_body, upstream_model
 from rollyard.gateway.engines.completions_upstream import CompletionReader, completion_body
 from rollyard.gateway.engines.constraint import constraint
-from rollyard.gateway.engines.engine import EngineChunk, EngineRequest, Probe, headers
+from rollyard.gateway.engines.engine import NEUTRAL_PENALTIES, EngineChunk, EngineRequest, Probe, headers
 from rollyard.gateway.engines.probe import CERTAIN, Findings, examine, examine_gently, logprob_kind
 from rollyard.gateway.engines.tokenize import tokenize
 from rollyard.gateway.engines.upstream import get_json, post_chunks
@@ -27,8 +26,6 @@ from rollyard.schemas.packed import TokenIds
 
 log = structlog.get_logger(__name__)
 
-# A model's generation_config.json may set these, and vLLM follows it unless the request says otherwise.
-_NEUTRAL: Final = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 _SOME_IDS: Final = TokenIds.of([1, 2, 3])
 
 
@@ -40,15 +37,13 @@ class VllmEngine:
     def __init__(self, client: aiohttp.ClientSession) -> None:
         self._client = client
 
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineChunk, None]:
+    def generate(self, request: EngineRequest) -> AsyncGenerator[EngineChunk, None]:
         """See Engine."""
-        async with aclosing(self._generate(request)) as chunks:
-            async for chunk in chunks:
-                yield chunk
+        return self._generate(request)
 
     def _generate(self, request: EngineRequest, *, echo: bool = False) -> AsyncGenerator[EngineChunk, None]:
         """`echo`: have the server send the ids of the prompt back in tokens mode too."""
-        params = _NEUTRAL | request.params
+        params = NEUTRAL_PENALTIES | request.params
         # Processed logprobs are taken behind the grammar's mask.
         raw = "processed" not in (request.server.logprob_kind, request.logprob_kind)
         reader: CompletionReader | ChatReader
