@@ -35,12 +35,21 @@ def demo(folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
     return summary, done.stdout
 
 
-def check_summary(summary: dict[str, Any], folder: Path) -> None:
+def check_summary(summary: dict[str, Any], folder: Path, *, untrainable: int = 0) -> None:
     counts = [summary[key] for key in ("tasks", "rollouts", "completed", "samples", "groups")]
-    assert counts == [2, 4, 4, 4, 2]
+    assert counts == [2, 4, 4, 4 - untrainable, 2]
     assert summary["data"] == str(folder / "data")
     files = list(Path("/").glob(summary["parquet"].lstrip("/")))
-    assert sum(pq.read_metadata(file).num_rows for file in files) == 4
+    assert sum(pq.read_metadata(file).num_rows for file in files) == 4 - untrainable
+
+
+def untrainable_calls(summary: dict[str, Any]) -> int:
+    """Calls left out since llama.cpp did not tell all their ids: about one reply in a hundred has a rare character."""
+    parts = sorted(Path(summary["data"]).glob(f"samples/rollouts/run={summary['run']}/part-*.parquet"))
+    excluded = [reasons for part in parts for reasons in pq.read_table(part)["excluded"].to_pylist()]
+    assert len(excluded) == 4
+    assert {reason for reasons in excluded for reason, _ in reasons} <= {"untrainable"}
+    return sum(count for reasons in excluded for _, count in reasons)
 
 
 @pytest.mark.model
@@ -87,7 +96,9 @@ def test_ctrl_c_ends_the_agents_too(tmp_path: Path) -> None:
 @pytest.mark.model
 def test_a_demo_on_the_local_model(tmp_path: Path) -> None:
     summary, said = demo(tmp_path)
-    check_summary(summary, tmp_path)
+    untrainable = untrainable_calls(summary)
+    assert untrainable < 4
+    check_summary(summary, tmp_path, untrainable=untrainable)
     assert "<|im_start|>assistant\n    ⟦" in said
 
 
