@@ -14,7 +14,8 @@ from typing import Annotated, Any, Final
 
 from msgspec import Meta, Struct
 
-from rollyard.schemas.call import AgentIds, Message, Scenario, Usage, WireProtocol
+from rollyard.schemas.call import AgentIds, Message, Usage, WireProtocol
+from rollyard.schemas.names import Scenario
 
 TEMPLATE_OPTIONS: Final = "chat_template_kwargs"
 

@@ -14,7 +14,8 @@ from functools import cached_property
 from typing import Any, Final
 
 from rollyard.gateway.exchange import ModelRequest
-from rollyard.schemas.call import Message, Scenario
+from rollyard.schemas.call import Message
+from rollyard.schemas.names import Scenario
 
 HEAD_CHARS: Final = 400
 """Of a system message: where it says what the model is to be."""

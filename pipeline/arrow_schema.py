@@ -17,8 +17,29 @@ _TIMINGS: Final = pa.struct(
     [(name, pa.int64()) for name in ("initialized_ms", "run_started_ms", "run_ended_ms", "evaluated_ms")]
 )
 
+_TURN: Final = pa.struct(
+    [
+        *((name, pa.int64()) for name in ("start", "end")),
+        ("turn", pa.int32()),
+        *((name, pa.string()) for name in ("call_id", "scenario")),
+        ("trained", pa.bool_()),
+        ("reward", pa.float64()),
+        ("params", pa.string()),
+    ]
+)
+_LINK: Final = pa.struct([(name, pa.string()) for name in ("kind", "call_id", "to")])
+_DRIFT_POINT: Final = pa.struct(
+    [
+        *((name, pa.string()) for name in ("call_id", "reason", "continues")),
+        ("position", pa.int64()),
+        *((name, pa.list_(pa.uint32())) for name in ("expected", "found")),
+        ("message", pa.int32()),
+        ("detail", pa.string()),
+    ]
+)
+
 _SAMPLE_COLUMNS: Final[list[tuple[str, pa.DataType, str]]] = [
-    ("sample_id", pa.string(), "digest of (rollout, attempt, branch, stitcher, policy)"),
+    ("sample_id", pa.string(), "digest of (rollout, attempt, branch, stitcher, sample policy)"),
     ("run", pa.string(), "the run's name"),
     ("task_id", pa.string(), "the task's id"),
     ("group_id", pa.string(), "equal to task_id"),
@@ -53,6 +74,14 @@ _SAMPLE_COLUMNS: Final[list[tuple[str, pa.DataType, str]]] = [
     ("max_policy_version", pa.int32(), "newest weights of a trained token; null: not known"),
     ("stream_seq", pa.int64(), "SAMPLES sequence of the delivery"),
     ("delivered_ms", pa.int64(), "when the delivery was stored, Unix ms"),
+    ("turns", pa.list_(_TURN), "sampled tokens by call, [start, end); params: JSON, null: those of the sample"),
+    ("links", pa.list_(_LINK), "what calls of this branch belong to outside it: sub_agent, compaction, resume, retry"),
+    ("drift", pa.list_(_DRIFT_POINT), "breaks at which calls of this branch left others"),
+    ("rollout_reward", pa.float64(), "the rollout's reward, whatever share of it is this sample's"),
+    ("masked", pa.string(), "why no token of it is trained: truncated or failed; empty: they are"),
+    ("cut_tokens", pa.int64(), "tokens left out at its end, for the policy's max_tokens"),
+    ("incomplete", pa.bool_(), "a call that continued this branch has no result in the log"),
+    ("policy", pa.string(), "digest of the sample policy that made it"),
 ]
 
 _ROLLOUT_COLUMNS: Final[list[tuple[str, pa.DataType, str]]] = [
@@ -80,6 +109,7 @@ _ROLLOUT_COLUMNS: Final[list[tuple[str, pa.DataType, str]]] = [
     ("delivered_ms", pa.int64(), "when the delivery was stored, Unix ms"),
     ("excluded", pa.map_(pa.string(), pa.int32()), "calls left out of the samples, by reason"),
     ("drift", pa.map_(pa.string(), pa.int32()), "calls that did not continue sampled ids, by reason"),
+    ("lenience", pa.map_(pa.string(), pa.int32()), "calls matched by rules of lenient matching, by rule"),
 ]
 
 

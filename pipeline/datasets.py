@@ -25,6 +25,8 @@ ROLLOUTS_GLOB: Final = "rollouts/run=*/part-*.parquet"
 
 _PACKED: Final = ("token_ids", "loss_mask", "logprobs", "policy_versions")
 _GLOB_SIGN: Final = re.compile(r"[*?\[]")
+_NESTED: Final = ("turns", "links", "drift")
+_NEWER: Final = ("masked", "cut_tokens", "incomplete", "policy")
 _JSON: Final = ("messages", "tools", "params", "metadata")
 
 
@@ -111,6 +113,20 @@ def _sample(table: pa.Table, row: int) -> Sample:
         elif name in _JSON:
             text = value.as_py()
             fields[name] = None if text is None else msgspec.json.decode(text)
+        elif name in _NESTED:
+            fields[name] = [_item(each) for each in value.as_py() or ()]
         else:
+            # Files of an older release lack the newest columns.
             fields[name] = value.as_py()
-    return msgspec.convert(fields, Sample, dec_hook=packed.from_wire)
+    known = {name: value for name, value in fields.items() if value is not None or name not in _NEWER}
+    return msgspec.convert(known, Sample, dec_hook=packed.from_wire)
+
+
+def _item(found: dict[str, Any]) -> dict[str, Any]:
+    """An item of a nested column as the struct's fields."""
+    if found.get("params") is not None:
+        found["params"] = msgspec.json.decode(found["params"])
+    for name in ("expected", "found"):
+        if name in found:
+            found[name] = packed.TokenIds.of(found[name] or ()).data
+    return found

@@ -10,13 +10,12 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
-from rollyard.schemas.names import Attempt, RolloutId, RunName, SchemaVersion, Seconds, Tokens
+from rollyard.schemas.names import Attempt, RolloutId, RunName, Scenario, SchemaVersion, Seconds, Tokens
 from rollyard.schemas.packed import Logprobs, TokenIds
 from rollyard.schemas.task import SCHEMA_VERSION
 
 Message = dict[str, Any]
 WireProtocol = Literal["chat", "responses", "messages", "completions", "synthetic"]
-Scenario = Literal["main", "sub_agent", "compaction", "summary", "title", "heartbeat", "count"]
 CallStatus = Literal["ok", "error", "aborted", "superseded"]
 
 
@@ -60,6 +59,9 @@ class CallIntent(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="int
         dict[str, str],
         Meta(description="parts that are kept once by content: `tools` or index in `messages`, to blob name"),
     ] = {}
+    lenience: Annotated[
+        tuple[str, ...], Meta(description="rules without which the agent's echo of the parent's reply would differ")
+    ] = ()
     supersedes: Annotated[str | None, Meta(description="dead call that this one repeats")] = None
     extras: Annotated[dict[str, Any], Meta(description="tool_choice, response_format and the like, as asked")] = {}
     params: Annotated[dict[str, Any], Meta(description="sampling parameters as sent to the server")] = {}

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from rollyard.schemas import call, failure, fleet, packed, rollout, sample, task, weights
+from rollyard.schemas import call, failure, fleet, packed, policy, rollout, sample, task, weights
 from rollyard.schemas.errors import ConfigError
 
 RECORDS: dict[str, type] = {
@@ -14,6 +14,7 @@ RECORDS: dict[str, type] = {
     for kind in (
         task.Task,
         task.TaskProgress,
+        policy.SamplePolicy,
         rollout.Rollout,
         rollout.RolloutState,
         rollout.StageMessage,

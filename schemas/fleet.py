@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from rollyard.schemas.names import RunName, SchemaVersion, UnixMs
+from rollyard.schemas.policy import SamplePolicy
 from rollyard.schemas.task import SCHEMA_VERSION
 
 
@@ -91,6 +92,7 @@ class Run(Struct, frozen=True, kw_only=True, omit_defaults=True):
         dict[str, str],
         Meta(description="served model by the name that agents ask for, or a pattern such as *haiku*"),
     ] = {}
+    samples: Annotated[SamplePolicy, Meta(description="for tasks that say nothing of it")] = SamplePolicy()
     schema_version: SchemaVersion = SCHEMA_VERSION
 
 

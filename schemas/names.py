@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -16,4 +16,5 @@ Attempt = Annotated[int, Meta(description="the try at the rollout, from 1")]
 UnixMs = Annotated[int, Meta(description="Unix time in ms; 0: not known, or it did not happen")]
 Seconds = Annotated[float, Meta(description="seconds")]
 Tokens = Annotated[int, Meta(description="a number of tokens")]
+Scenario = Literal["main", "sub_agent", "compaction", "summary", "title", "heartbeat", "count"]
 SchemaVersion = Annotated[int, Meta(description="version of this record; readers refuse a newer one")]

@@ -151,5 +151,9 @@ class RolloutEvent(Struct, frozen=True, kw_only=True, omit_defaults=True):
     status: Annotated[Status | None, Meta(description="of kind `ran`: completed or truncated")] = None
     reward: Annotated[float | None, Meta(description="of kind `evaluated`; null: no reward, never 0 instead")] = None
     metrics: Annotated[dict[str, float], Meta(description="further numbers of the evaluation")] = {}
+    turn_rewards: Annotated[
+        tuple[float | None, ...],
+        Meta(description="of kind `evaluated`: rewards of the main agent's calls, in their order; empty: none"),
+    ] = ()
     failure: Annotated[Failure | None, Meta(description="of kind `failed` or a truncated `ran`")] = None
     schema_version: SchemaVersion = SCHEMA_VERSION

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct, json, structs
 
 from rollyard.schemas.names import SchemaVersion
+from rollyard.schemas.policy import SamplePolicy
 from rollyard.schemas.subjects import MAX_ID_CHARS, digest
 
 SCHEMA_VERSION = 1
@@ -87,6 +88,10 @@ class Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
         int, Meta(ge=1, le=MAX_GROUP_SIZE, description="rollouts of this task; together they are a group")
     ] = 1
     timeouts: Timeouts = Timeouts()
+    samples: (
+        Annotated[SamplePolicy, Meta(description="which tokens are trained, and their reward; null: as the run says")]
+        | None
+    ) = None
     max_attempts: Annotated[int, Meta(ge=1, le=100, description="tries at each rollout, the first included")] = 3
     metadata: Annotated[dict[str, Any], Meta(description="the user's own; comes back on every sample")] = {}
     schema_version: Annotated[int, Meta(ge=1, description="version of this record")] = SCHEMA_VERSION
@@ -94,6 +99,8 @@ class Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     def content_hash(self) -> str:
         """A digest of everything but the id, independent of key order and of defaults left out."""
         content = {name: getattr(self, name) for name in self.__struct_fields__ if name != "id"}
+        if self.samples is None:
+            del content["samples"]  # so that tasks without it keep the ids that they had before there was such a field
         return digest(json.encode(content, order="sorted"), chars=32)
 
     def with_id(self) -> Task:

@@ -15,6 +15,7 @@ from msgspec import structs
 from rollyard.pipeline.codec import decode, encode
 from rollyard.pipeline.crash import checkpoint
 from rollyard.pipeline.dead import bury_body
+from rollyard.pipeline.digest import sample_digest
 from rollyard.pipeline.groups import GroupCloser
 from rollyard.pipeline.handover import MAX_DELIVERIES, Held
 from rollyard.pipeline.kv import Bucket
@@ -27,8 +28,10 @@ from rollyard.schemas.failure import Failure
 from rollyard.schemas.fleet import DeadLetter
 from rollyard.schemas.rollout import RolloutEvent, RolloutState, StageName
 from rollyard.schemas.sample import Commit, Delivery, SampleDigest
+from rollyard.stages.calls import open_calls
 from rollyard.stages.stage import StageContext, gave_up, now_ms
-from rollyard.stages.stitching import STITCHER_VERSION, Outcome, open_calls, outcome_of, sample_digest
+from rollyard.stages.stitchers.outcome import Outcome
+from rollyard.stages.stitching import STITCHER_VERSION, STITCHERS, outcome_of
 
 log = structlog.get_logger(__name__)
 
@@ -147,8 +150,8 @@ class Aggregate:
         stored = await self._bus.last(subject)
         assert stored is not None
         standing: Commit = decode(stored.data, Commit)
-        if standing.stitcher != STITCHER_VERSION:
-            log.error("stitcher_missing", wanted=standing.stitcher, here=STITCHER_VERSION, rollout=rollout.rollout_id)
+        if standing.stitcher not in STITCHERS:
+            log.error("stitcher_missing", wanted=standing.stitcher, here=list(STITCHERS), rollout=rollout.rollout_id)
             raise ReplayError(
                 f"the commit of {rollout.rollout_id} names stitcher {standing.stitcher!r}, which this release lacks",
                 hint="run an aggregator of the release that has it",

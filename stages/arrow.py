@@ -24,6 +24,7 @@ _PACKED: Final[dict[str, Any]] = {
     "policy_versions": pa.int32(),
 }
 _JSON: Final = {"messages", "tools", "params", "metadata"}
+_NESTED: Final = {"timings", "turns", "links", "drift"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +48,8 @@ def samples_table(deliveries: Sequence[Received]) -> pa.Table:
             columns.append(_packed_column([getattr(sample, name) for sample in samples], _PACKED[name]))
         elif name in _JSON:
             columns.append(pa.array([_json(getattr(sample, name)) for sample in samples], field.type))
-        elif name == "timings":
-            columns.append(pa.array([msgspec.structs.asdict(sample.timings) for sample in samples], field.type))
+        elif name in _NESTED:
+            columns.append(pa.array([_plain(getattr(sample, name)) for sample in samples], field.type))
         elif name in Sample.__struct_fields__:
             columns.append(pa.array([getattr(sample, name) for sample in samples], field.type))
         else:
@@ -98,6 +99,7 @@ def _rollout_row(each: Received) -> dict[str, Any]:
         "calls": delivery.calls,
         "excluded": sorted(delivery.excluded.items()),
         "drift": sorted(delivery.drift.items()),
+        "lenience": sorted(delivery.lenience.items()),
         "sample_ids": [sample.sample_id for sample in delivery.samples],
         "trained_tokens": sum(sample.loss_mask.data.count(1) for sample in delivery.samples),
         "metadata": _json(delivery.metadata),
@@ -113,6 +115,19 @@ def _packed_column(values: Sequence[Packed], item: Any) -> Any:
     data = pa.py_buffer(b"".join(value.data for value in values))
     items: Any = pa.Array.from_buffers(item, int(offsets[-1]), [None, data])
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), items)
+
+
+def _plain(value: Any) -> Any:
+    """Structs as dicts of all their fields, ids as numbers, a turn's parameters as JSON."""
+    if isinstance(value, tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, Packed):
+        return value.tolist()
+    if isinstance(value, dict):
+        return _json(value)
+    if isinstance(value, msgspec.Struct):
+        return {name: _plain(getattr(value, name)) for name in value.__struct_fields__}
+    return value
 
 
 def _json(value: Any) -> str | None:

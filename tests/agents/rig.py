@@ -37,7 +37,8 @@ from rollyard.pipeline.streams import ensure
 from rollyard.schemas import subjects
 from rollyard.schemas.call import CallEnd, CallIntent, CallRecord
 from rollyard.schemas.fleet import LlmServer
-from rollyard.stages.stitching import Stitched, resolve, stitch
+from rollyard.stages.calls import resolve
+from rollyard.stages.stitchers.v1 import Stitched, stitch
 
 RUN = "agents"
 SECRET = b"a secret of the tests"

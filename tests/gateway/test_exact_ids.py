@@ -29,7 +29,8 @@ from rollyard.schemas.call import CallRecord
 from rollyard.schemas.packed import TokenIds
 from rollyard.schemas.sample import Commit, Timings
 from rollyard.schemas.task import Sampling
-from rollyard.stages.stitching import build_samples, full_ids, stitch
+from rollyard.stages.calls import full_ids
+from rollyard.stages.stitchers.v1 import build_samples, stitch
 
 MODELS = ("vllm-capture", "vllm-tokens", "sglang-capture", "sglang-tokens")
 PROTOCOLS = ("chat", "responses", "messages")

@@ -10,7 +10,8 @@ from msgspec import structs
 
 from rollyard.gateway.exchange import ModelRequest
 from rollyard.gateway.scenario import RULES, Facts, classify
-from rollyard.schemas.call import AgentIds, Message, Scenario
+from rollyard.schemas.call import AgentIds, Message
+from rollyard.schemas.names import Scenario
 
 TOOLS: list[Message] = [{"type": "function", "function": {"name": "bash", "parameters": {}}}]
 PULSE: list[Message] = [*TOOLS, {"type": "function", "function": {"name": "heartbeat_respond"}}]

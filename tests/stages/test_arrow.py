@@ -79,7 +79,7 @@ def test_columns_that_a_trainer_filters_by(new_session: Any) -> None:
 
 
 def test_every_field_of_a_sample_is_a_column() -> None:
-    assert set(SAMPLES_SCHEMA.names[: len(Sample.__struct_fields__)]) == set(Sample.__struct_fields__)
+    assert set(Sample.__struct_fields__) <= set(SAMPLES_SCHEMA.names)
 
 
 def test_the_documentation_names_every_column() -> None:

@@ -8,6 +8,7 @@ from msgspec import structs
 
 from rollyard.pipeline.bus import Bus
 from rollyard.pipeline.codec import encode
+from rollyard.pipeline.digest import sample_digest
 from rollyard.pipeline.replay import render_report
 from rollyard.schemas import subjects
 from rollyard.schemas.call import CallEnd
@@ -15,7 +16,7 @@ from rollyard.schemas.packed import TokenIds
 from rollyard.schemas.rollout import Rollout, RolloutEvent
 from rollyard.schemas.sample import Commit, SampleDigest
 from rollyard.stages.replay import replay_run
-from rollyard.stages.stitching import sample_digest, samples_of
+from rollyard.stages.stitching import samples_of
 
 Change = Callable[[Any], Any]
 

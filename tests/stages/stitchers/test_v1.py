@@ -9,11 +9,14 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from rollyard.pipeline.codec import decode, encode
+from rollyard.pipeline.digest import sample_digest
 from rollyard.schemas.call import CallEnd, CallEvent, CallIntent
 from rollyard.schemas.errors import ReplayError
 from rollyard.schemas.packed import Logprobs, TokenIds
 from rollyard.schemas.sample import Sample
-from rollyard.stages.stitching import open_calls, resolve, sample_digest, samples_of, stitch
+from rollyard.stages.calls import open_calls, resolve
+from rollyard.stages.stitchers.v1 import stitch
+from rollyard.stages.stitching import samples_of
 
 RANDOMS = st.randoms(use_true_random=False)
 TURNS = st.integers(1, 30)
