@@ -24,7 +24,7 @@ from rollyard.cli.common import (
     table,
     to_json,
 )
-from rollyard.cli.inspect import decoder
+from rollyard.cli.samples import decoder
 from rollyard.cli.up import model_arguments, model_of
 
 if TYPE_CHECKING:
