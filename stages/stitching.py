@@ -11,15 +11,15 @@ from typing import Final
 from rollyard.schemas.errors import ReplayError
 from rollyard.schemas.sample import Commit, Sample
 from rollyard.stages.calls import Event
-from rollyard.stages.stitchers import v1
+from rollyard.stages.stitchers import v1, v2
 from rollyard.stages.stitchers.outcome import Outcome
 
 Stitcher = Callable[[Iterable[tuple[int, Event]], Commit], Outcome]
 
-STITCHERS: Final[dict[str, Stitcher]] = {v1.VERSION: v1.outcome_of}
+STITCHERS: Final[dict[str, Stitcher]] = {v1.VERSION: v1.outcome_of, v2.VERSION: v2.outcome_of}
 """By version. A released version stays, since a commit that exists is obeyed."""
 
-STITCHER_VERSION: Final = v1.VERSION
+STITCHER_VERSION: Final = v2.VERSION
 """The newest: it goes into every new commit."""
 
 

@@ -1,0 +1,170 @@
+"""Why a call's prompt does not begin with the ids of the call that it goes on from. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from rollyard.schemas.call import Message
+from rollyard.schemas.packed import TokenIds
+from rollyard.schemas.sample import DriftPoint, DriftReason
+from rollyard.stages.stitchers.graph import Node, Turn, fork, stretch
+from rollyard.stages.stitchers.lenience import Matcher
+from rollyard.stages.stitchers.lineage import Kin
+
+SHOWN_IDS: Final = 16
+_SHOWN_CHARS: Final = 120
+_RESYNC_IDS: Final = 4
+_TURN_END_IDS: Final = 2
+_SEARCHED_IDS: Final = 4096
+_SYSTEM: Final = ("system", "developer")
+_REASONING: Final = ("reasoning_content", "reasoning")
+_OF_REWRITTEN: Final[dict[str, DriftReason]] = {
+    "foreign_reply_keys_dropped": "reasoning_stripped",
+    "arguments_parsed": "arguments_rewritten",
+    "reply_known_by_call_ids": "arguments_rewritten",
+    "malformed_tool_input": "arguments_rewritten",
+    "volatile_system_lines": "system_changed",
+}
+
+
+def break_of(turn: Turn, kin: Kin, matcher: Matcher) -> DriftPoint:
+    """The point at which `turn` leaves the ids of its kin, with its reason."""
+    reason, message, detail = _reason(turn, kin, matcher)
+    return point(turn, kin.turn, reason, message=message, detail=detail)
+
+
+def point(
+    turn: Turn, earlier: Turn | None, reason: DriftReason, *, message: int | None = None, detail: str = ""
+) -> DriftPoint:
+    """Where the ids of two calls part."""
+    place: Node = fork(turn.prompt, earlier.tip) if earlier is not None else turn.prompt
+    return DriftPoint(
+        call_id=turn.call_id,
+        reason=reason,
+        continues=earlier.call_id if earlier is not None else None,
+        position=place.depth,
+        expected=stretch(earlier.tip, place.depth, SHOWN_IDS) if earlier is not None else TokenIds(),
+        found=stretch(turn.prompt, place.depth, SHOWN_IDS),
+        message=message,
+        detail=detail,
+    )
+
+
+def _reason(turn: Turn, kin: Kin, matcher: Matcher) -> tuple[DriftReason, int | None, str]:
+    """The class of the break, the first message that differs, and what differs in it."""
+    earlier = kin.turn
+    if earlier.end is not None and earlier.end.status != "ok" and earlier.seq < turn.seq:
+        return "dead_reply_kept", None, f"the reply of a call that ended as {earlier.end.status} is in the history"
+    messages, logged = turn.messages(), earlier.messages()
+    if earlier.reply is not None:
+        logged.append(earlier.reply)
+    first = _first_difference(logged, messages, matcher)
+    if first is not None and not kin.same:
+        return _reason_by_message(logged, messages, first, replied=earlier.reply is not None)
+    if turn.settings() != earlier.settings():
+        return "tools_changed", None, _tools_differ(turn, earlier)
+    echoed = _reason_by_echo(turn, logged, messages, matcher)
+    return echoed or (_reason_by_ids(turn, earlier, logged), None, "")
+
+
+def _first_difference(logged: Sequence[Message], messages: Sequence[Message], matcher: Matcher) -> int | None:
+    for index, (left, right) in enumerate(zip(logged, messages, strict=False)):
+        if not matcher.same(left, right):
+            return index
+    return len(messages) if len(messages) < len(logged) else None
+
+
+def _reason_by_message(
+    logged: Sequence[Message], messages: Sequence[Message], first: int, *, replied: bool
+) -> tuple[DriftReason, int | None, str]:
+    left = logged[first]
+    right: Message = messages[first] if first < len(messages) else {}
+    detail = _differ(left, right)
+    if left.get("role") in _SYSTEM or right.get("role") in _SYSTEM:
+        return "system_changed", first, detail
+    if replied and first == len(logged) - 1 and right.get("role") == "assistant":
+        if _without_arguments(left) == _without_arguments(right) and left.get("tool_calls"):
+            return "arguments_rewritten", first, detail
+        if _has_reasoning(left) and not _has_reasoning(right):
+            return "reasoning_stripped", first, detail
+    return "history_edited", first, detail
+
+
+def _reason_by_echo(
+    turn: Turn, logged: Sequence[Message], messages: Sequence[Message], matcher: Matcher
+) -> tuple[DriftReason, int | None, str] | None:
+    """By what the agent changed though the messages count as the same."""
+    for index, (left, right) in enumerate(zip(logged, messages, strict=False)):
+        if left is right or left == right:
+            continue
+        if _has_reasoning(left) and not _has_reasoning(right):
+            return "reasoning_stripped", index, _differ(left, right)
+        for rule in sorted(matcher.needed(left, right)):
+            if rule in _OF_REWRITTEN:
+                return _OF_REWRITTEN[rule], index, _differ(left, right)
+    reply = len(logged) - 1
+    for rule in turn.intent.lenience:
+        if rule == "foreign_reply_keys_dropped" and not _has_reasoning(logged[reply]):
+            continue
+        if rule in _OF_REWRITTEN:
+            return _OF_REWRITTEN[rule], reply, f"by rule {rule}"
+    return None
+
+
+def _reason_by_ids(turn: Turn, earlier: Turn, logged: Sequence[Message]) -> DriftReason:
+    """The messages are the same: by where the ids part, and whether they meet again."""
+    place = fork(turn.prompt, earlier.tip)
+    expected = stretch(earlier.tip, place.depth, _SEARCHED_IDS)
+    found = stretch(turn.prompt, place.depth, _SEARCHED_IDS)
+    if any(map(_has_reasoning, logged)) and _skips(expected, found):
+        return "reasoning_stripped"
+    if place.depth < earlier.prompt.depth or earlier.tip.depth - place.depth <= _TURN_END_IDS:
+        return "re_templated"
+    return "re_tokenised"
+
+
+def _skips(expected: TokenIds, found: TokenIds) -> bool:
+    """Whether `found` goes on with ids that stand later in `expected`: something between was left out."""
+    head = found[:_RESYNC_IDS]
+    if len(head) < _RESYNC_IDS:
+        return False
+    item, at = TokenIds.itemsize, 0
+    while (at := expected.data.find(head.data, at + 1)) > 0:
+        if at % item == 0:
+            return True
+    return False
+
+
+def _has_reasoning(message: Message) -> bool:
+    return any(message.get(key) for key in _REASONING) or "<think>" in str(message.get("content") or "")
+
+
+def _without_arguments(message: Message) -> list[Any]:
+    calls = message.get("tool_calls")
+    named = [call.get("function", {}).get("name") for call in calls or () if isinstance(call, dict)]
+    return [message.get("content") or "", named]
+
+
+def _tools_differ(turn: Turn, earlier: Turn) -> str:
+    (now, template), (before, earlier_template) = turn.settings(), earlier.settings()
+    if template != earlier_template:
+        return f"template options {earlier_template} became {template}"[:_SHOWN_CHARS]
+    return f"{len(before or ())} tools became {len(now or ())}"
+
+
+def _differ(left: Message, right: Message) -> str:
+    """Both messages from where they part, for people."""
+    texts = [_shown(left), _shown(right)]
+    at = next((i for i, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), min(map(len, texts)))
+    start = max(0, at - 20)
+    was, became = (text[start : start + _SHOWN_CHARS] for text in texts)
+    return f"{was!r} became {became!r}"
+
+
+def _shown(message: Message) -> str:
+    if not message:
+        return "(nothing)"
+    parts = [str(message.get("role", "?"))]
+    parts += [f"{key}={message[key]!r}" for key in sorted(message) if key != "role" and message[key]]
+    return " ".join(parts)
