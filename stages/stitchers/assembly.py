@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from operator import attrgetter
 from typing import Final
 
 import numpy as np
@@ -12,7 +14,7 @@ import numpy as np
 from rollyard.schemas import subjects
 from rollyard.schemas.call import CallEnd
 from rollyard.schemas.packed import Logprobs, LossMask, TokenIds, Versions
-from rollyard.schemas.policy import Fate
+from rollyard.schemas.policy import Fate, SamplePolicy
 from rollyard.schemas.sample import Commit, DriftPoint, Link, Sample, TurnSpan
 from rollyard.stages.stitchers.forest import Forest, walk_to
 from rollyard.stages.stitchers.graph import Turn
@@ -71,6 +73,11 @@ def _fate(commit: Commit) -> Fate:
     return fates.get(commit.status, "drop")
 
 
+@lru_cache(maxsize=64)
+def _digest(policy: SamplePolicy) -> str:
+    return policy.digest()
+
+
 # --- which branches, and which calls each trains ---
 
 
@@ -103,29 +110,24 @@ def _branches(wanted: Sequence[Turn], commit: Commit, excluded: Counter[str]) ->
 
 def _walks(wanted: Sequence[Turn]) -> Iterator[list[Turn]]:
     """The walks that end in a call that is wanted and that no wanted one continues, depth first."""
-    children: defaultdict[str, list[Turn]] = defaultdict(list)
+    inner: set[str] = set()
     roots: list[Turn] = []
-    seen: set[str] = set()
     for turn in wanted:
-        below: Turn = turn
-        while below.call_id not in seen:
-            seen.add(below.call_id)
-            if below.parent is None:
-                roots.append(below)
-                break
-            children[below.parent.call_id].append(below)
-            below = below.parent
-    waiting = sorted(roots, key=_seq, reverse=True)
+        below, above = turn, turn.parent
+        while above is not None and above.call_id not in inner:
+            inner.add(above.call_id)
+            below, above = above, above.parent
+        if above is None:
+            roots.append(below)
+    ends = {turn.call_id for turn in wanted} - inner
+    on_the_way = inner | ends
+    waiting = sorted(set(roots), key=attrgetter("seq"), reverse=True)
     while waiting:
         turn = waiting.pop()
-        if turn.call_id in children:
-            waiting.extend(sorted(children[turn.call_id], key=_seq, reverse=True))
-        else:
+        if turn.call_id in ends:
             yield walk_to(turn)
-
-
-def _seq(turn: Turn) -> int:
-    return turn.seq
+        else:
+            waiting.extend([child for child in turn.children or () if child.call_id in on_the_way][::-1])
 
 
 def _turn_rewards(chosen: Iterable[Turn], given: Sequence[float | None]) -> tuple[dict[str, float], int]:
@@ -148,7 +150,7 @@ class _Maker:
         self._counted = counted
         self._turn_rewards = turn_rewards
         self._masked = masked
-        self._policy = commit.policy.digest()
+        self._policy = _digest(commit.policy)
         self._drift: dict[str, DriftPoint] = {each.call_id: each for each in forest.drift}
         self._links: defaultdict[str, list[Link]] = defaultdict(list)
         for link in forest.links:

@@ -6,7 +6,6 @@ root to a leaf of that tree. Messages say which conversation a call goes on from
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -103,17 +102,12 @@ def _why_not(turn: Turn) -> str | None:
 # --- walks ---
 
 
-def walks(turns: Iterable[Turn]) -> Iterator[list[Turn]]:
+def walks(turns: Sequence[Turn]) -> Iterator[list[Turn]]:
     """Every walk from a root to a leaf over calls that are not excluded, depth first, siblings in their order."""
-    children: defaultdict[str, list[Turn]] = defaultdict(list)
-    roots: list[Turn] = []
-    for turn in turns:
-        if turn.excluded is None:
-            (children[turn.parent.call_id] if turn.parent is not None else roots).append(turn)
-    waiting = roots[::-1]
+    waiting = [turn for turn in turns if turn.excluded is None and turn.parent is None][::-1]
     while waiting:
         turn = waiting.pop()
-        below = children.get(turn.call_id)
+        below = [child for child in turn.children or () if child.excluded is None]
         if below:
             waiting.extend(below[::-1])
         else:

@@ -7,7 +7,7 @@ grow with what the records hold, not with the length of the prompts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import Final, TypeVar
 
@@ -142,9 +142,10 @@ class Turn:
 
     `named` is the call that its record names as parent, `length` counts the messages of the request and the reply.
     `prompt` and `tip` are the nodes where its prompt ids and its sampled ids end. `excluded` says why it cannot be
-    trained; `parent` is the call whose ids its prompt continues, among those that can.
+    trained; `parent` is the call whose ids its prompt continues, among those that can, and `children` the reverse.
     """
 
+    call_id: str
     intent: CallIntent
     end: CallEnd | None
     seq: int
@@ -156,13 +157,9 @@ class Turn:
     broken: bool = False
     excluded: str | None = None
     parent: Turn | None = None
+    children: list[Turn] | None = None
     thread: tuple[str, str, str] = ("", "", "")
-    own_chains: list[bytes] | None = field(default=None)
-
-    @property
-    def call_id(self) -> str:
-        """The call's id."""
-        return self.intent.call_id
+    own_chains: list[bytes] | None = None
 
     @property
     def reply(self) -> Message | None:
@@ -229,7 +226,8 @@ def _read_turn(
     end_seq, end = ended if ended is not None else (0, None)
     has_reply = end is not None and end.reply is not None
     root = tree.root
-    turn = Turn(intent, end, seq, end_seq, named, intent.shared_messages + len(intent.messages) + has_reply, root, root)
+    length = intent.shared_messages + len(intent.messages) + has_reply
+    turn = Turn(intent.call_id, intent, end, seq, end_seq, named, length, root, root)
     agent = intent.agent
     turn.thread = (agent.session, agent.thread, agent.sub_agent)
     if named is None:
@@ -263,11 +261,14 @@ def _orphans(
             at_ms=end.at_ms,
             latest_end_ms=end.at_ms,
         )
-        yield end.call_id, Turn(intent, end, 0, end_seq, None, 0, tree.root, tree.root, broken=True)
+        yield end.call_id, Turn(end.call_id, intent, end, 0, end_seq, None, 0, tree.root, tree.root, broken=True)
 
 
 def link_parents(turns: Iterable[Turn]) -> None:
-    """Set the parent of each call that is not excluded: the one with the longest ids that its prompt begins with."""
+    """Set parent and children of each call that is not excluded.
+
+    The parent is the one with the longest ids that the prompt begins with.
+    """
     living = [turn for turn in turns if turn.excluded is None]
     for turn in living:
         if turn.tip.owners is None:
@@ -277,7 +278,11 @@ def link_parents(turns: Iterable[Turn]) -> None:
         node: Node | None = turn.prompt
         while node is not None and node.owners is None:
             node = node.parent
-        turn.parent = _owner(node.owners, turn) if node is not None and node.owners else None
+        if node is not None and node.owners:
+            turn.parent = _owner(node.owners, turn)
+            if turn.parent.children is None:
+                turn.parent.children = []
+            turn.parent.children.append(turn)
 
 
 def _owner(owners: list[Turn], turn: Turn) -> Turn:
