@@ -60,7 +60,7 @@ def _reason(turn: Turn, kin: Kin, matcher: Matcher) -> tuple[DriftReason, int | 
     if earlier.reply is not None:
         logged.append(earlier.reply)
     first = _first_difference(logged, messages, matcher)
-    if first is not None and not kin.same:
+    if first is not None:
         return _reason_by_message(logged, messages, first, replied=earlier.reply is not None)
     if turn.settings() != earlier.settings():
         return "tools_changed", None, _tools_differ(turn, earlier)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -126,6 +127,7 @@ def walk_to(turn: Turn) -> list[Turn]:
 # --- breaks and links ---
 
 Thread = tuple[tuple[str, str, str], str]
+_WORK: Final = ("main", "sub_agent")
 
 
 class _Between:
@@ -145,13 +147,13 @@ class _Between:
     def _look(self, turn: Turn, replaces: Turn | None) -> None:
         if replaces is not None:
             self._link("retry", turn, replaces)
-        scenario = turn.intent.scenario
-        if scenario == "compaction":
-            if turn.end is not None and turn.end.status == "ok":
-                origin = self._origin(turn)
-                self._compacted[turn.thread, origin.intent.scenario] = origin
-        elif turn.excluded is None:
+        if turn.excluded is None:
             self._begins(turn, replaces)
+        scenario = turn.intent.scenario
+        if scenario == "compaction" and turn.end is not None and turn.end.status == "ok":
+            origin = self._origin(turn)
+            self._compacted[turn.thread, origin.intent.scenario] = origin
+        elif scenario in _WORK and turn.excluded is None:
             self._compacted.pop((turn.thread, scenario), None)
             self._latest[turn.thread, scenario] = turn
 
@@ -189,7 +191,7 @@ class _Between:
         A call that goes on from messages that are all there was not. Some agents count their windows and let nobody see
         the compaction.
         """
-        if kin is not None and kin.same:
+        if turn.intent.scenario not in _WORK or (kin is not None and kin.same):
             return None
         place = (turn.thread, turn.intent.scenario)
         latest = self._latest.get(place)

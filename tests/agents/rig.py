@@ -9,9 +9,11 @@ import json
 import subprocess
 import time
 import typing
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +37,13 @@ from rollyard.pipeline.kv import Bucket
 from rollyard.pipeline.log import read_rollout
 from rollyard.pipeline.streams import ensure
 from rollyard.schemas import subjects
-from rollyard.schemas.call import CallEnd, CallIntent, CallRecord
+from rollyard.schemas.call import CallEnd, CallEvent, CallIntent, CallRecord
 from rollyard.schemas.fleet import LlmServer
+from rollyard.schemas.policy import SamplePolicy
+from rollyard.schemas.sample import Commit, Sample
 from rollyard.stages.calls import resolve
-from rollyard.stages.stitchers.v1 import Stitched, stitch
+from rollyard.stages.stitchers.forest import Forest, grow
+from rollyard.stages.stitching import STITCHER_VERSION, outcome_of
 
 RUN = "agents"
 SECRET = b"a secret of the tests"
@@ -65,21 +70,51 @@ def make_tokenizer(folder: Path) -> Path:
     return folder
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Session:
     """What the log and the model server know of one run of an agent."""
 
+    events: list[tuple[int, CallEvent]]
     records: list[CallRecord]
     journal: dict[str, Entry]
     done: agents.Done
 
-    @property
-    def stitched(self) -> Stitched:
-        return stitch(self.records)
+    @cached_property
+    def forest(self) -> Forest:
+        return grow(self.events)
+
+    def drift(self) -> dict[str, int]:
+        """How many breaks there are, by reason."""
+        return dict(Counter(each.reason for each in self.forest.drift))
+
+    def links(self, kind: str) -> list[tuple[CallRecord, CallRecord]]:
+        """The later and the earlier call of the links of a kind."""
+        by_id = {record.intent.call_id: record for record in self.records}
+        return [(by_id[link.call_id], by_id[link.to]) for link in self.forest.links if link.kind == kind]
+
+    def samples(self) -> tuple[Sample, ...]:
+        """What would be trained of it, were every scenario trained."""
+        policy = SamplePolicy(scenarios=("main", "sub_agent", "compaction", "summary", "title", "heartbeat"))
+        first = self.records[0].intent
+        commit = Commit(
+            run=first.run,
+            task_id="task",
+            group_id="task",
+            group_size=1,
+            rollout_id=first.rollout_id,
+            index=0,
+            attempt=1,
+            status="completed",
+            cut_seq=max(seq for seq, _ in self.events),
+            stitcher=STITCHER_VERSION,
+            policy=policy,
+        )
+        return outcome_of(self.events, commit).samples
 
     def chains(self) -> list[list[CallRecord]]:
-        """The trajectories."""
-        return [list(trajectory.calls) for trajectory in self.stitched.trajectories]
+        """The branches."""
+        by_id = {record.intent.call_id: record for record in self.records}
+        return [[by_id[call_id] for call_id in branch] for branch in self.forest.branches]
 
     def calls(self, *scenarios: str) -> list[CallRecord]:
         """The calls of these scenarios."""
@@ -102,13 +137,16 @@ class Session:
             assert end.logprobs.tolist() == entry.logprobs
             assert end.usage.prompt_tokens == len(entry.prompt_token_ids)
             assert end.usage.completion_tokens == len(entry.token_ids)
-        trained = [
-            call.intent.call_id
-            for trajectory in self.stitched.trajectories
-            for call, is_trained in zip(trajectory.calls, trajectory.trained, strict=True)
-            if is_trained
-        ]
-        left_out = {each.call_id for each in self.stitched.excluded if each.reason == "dead"}
+        trained: dict[str, list[int]] = {}
+        for sample in self.samples():
+            for turn in sample.turns:
+                if turn.trained:
+                    assert turn.call_id not in trained, self.table()
+                    assert set(sample.loss_mask[turn.start : turn.end]) == {1}
+                    trained[turn.call_id] = sample.token_ids[turn.start : turn.end].tolist()
+        for call_id, ids in trained.items():
+            assert ids == self.journal[call_id].token_ids
+        left_out = {call_id for call_id, reason in self.forest.excluded.items() if reason == "dead"}
         assert len(left_out) == dead, self.table()
         assert sorted(trained) == sorted(ended.keys() - left_out), self.table()
 
@@ -130,7 +168,15 @@ class Session:
             f"error={record.end and record.end.error} broken={record.broken}"
             for number, record in enumerate(self.records)
         ]
-        return "\n".join([*lines, str(self.stitched.drift), str(self.stitched.excluded), self.done.told()])
+        return "\n".join(
+            [
+                *lines,
+                *map(str, self.forest.drift),
+                *map(str, self.forest.links),
+                str(self.forest.excluded),
+                self.done.told(),
+            ]
+        )
 
 
 class Rig:
@@ -200,15 +246,19 @@ class Rig:
         await self.until(lambda: self._is_logged(name, lost), f"every call of {name} but {lost} has its end")
         journal = {entry.request_id: entry for entry in read_journal(self.folder / f"{name}.jsonl")}
         journal.pop("probe", None)
-        return Session(records=await self.records(name), journal=journal, done=done)
+        events = await self._events(name)
+        return Session(events=events, records=resolve(events), journal=journal, done=done)
 
     async def _is_logged(self, name: str, lost: int) -> bool:
         return sum(record.end is None for record in await self.records(name)) <= lost
 
     async def records(self, name: str) -> list[CallRecord]:
         """The calls of rollout `name`, as far as they are logged."""
+        return resolve(await self._events(name))
+
+    async def _events(self, name: str) -> list[tuple[int, CallEvent]]:
         events = await read_rollout(self.bus, RUN, name, kinds=("call",))
-        return resolve([(seq, event) for seq, event in events if isinstance(event, CallIntent | CallEnd)])
+        return [(seq, event) for seq, event in events if isinstance(event, CallIntent | CallEnd)]
 
 
 @asynccontextmanager

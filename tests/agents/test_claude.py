@@ -77,6 +77,9 @@ def test_sub_agents_at_work_together_are_chains_of_their_own(session: Session) -
     for thread in threads:
         session.assert_chain([call for call in sub_agents if call.intent.agent.sub_agent == thread])
     assert [len(chain) for chain in session.chains()] == [2, 2, 2]
+    begun = [(call, session.calls("main")[0]) for call in sub_agents if call.intent.parent is None]
+    assert session.links("sub_agent") == begun
+    assert session.drift() == {"sub_agent": 2}
     assert len({call.intent.agent.session for call in session.records}) == 1
 
 
@@ -93,7 +96,8 @@ def test_a_compaction_follows_from_the_usage_that_is_reported_and_begins_another
     assert (after[0].intent.parent, after[0].intent.drift) == (before[-1].intent.call_id, "history_edited")
     assert after[1].intent.parent == after[0].intent.call_id
     assert session.chains() == [before, [*before[:-1], compaction], after]
-    assert session.stitched.drift_counts() == {"history_edited": 1}
+    assert session.drift() == {"compaction": 1}
+    assert session.links("compaction") == [(after[0], before[-2])]
 
 
 @pytest.mark.scene("broken")
@@ -105,6 +109,7 @@ def test_a_broken_stream_is_asked_for_again_without_a_stream(session: Session) -
     assert living[0].intent.supersedes == dead.intent.call_id
     session.assert_chain(living)
     assert len(session.chains()) == 1, session.table()
+    assert session.links("retry") == [(living[0], dead)]
 
 
 @pytest.mark.scene("overflow")
@@ -117,7 +122,8 @@ def test_a_context_that_is_too_long_is_compacted(session: Session) -> None:
     after = [call for call in session.calls("main") if call.intent_seq > compaction.intent_seq]
     assert refused.intent_seq < compaction.intent_seq
     assert session.chains() == [before, [*before[:-1], compaction], after], session.table()
-    assert session.stitched.drift_counts() == {"history_edited": 1}
+    assert session.drift() == {"compaction": 1}
+    assert session.links("compaction") == [(after[0], before[-2])]
 
 
 @pytest.mark.scene("early-overflow")

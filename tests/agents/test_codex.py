@@ -77,6 +77,8 @@ def test_a_sub_agent_is_a_chain_of_its_own_that_names_the_thread_of_its_parent(s
     [thread] = {call.intent.agent.thread for call in main}
     assert {call.intent.agent.parent_thread for call in sub_agent} == {thread}
     assert len({call.intent.agent.session for call in session.records}) == 1
+    assert session.links("sub_agent") == [(sub_agent[0], main[0])]
+    assert session.drift() == {"sub_agent": 1}
 
 
 @pytest.mark.scene("compaction")
@@ -91,7 +93,9 @@ def test_a_compaction_continues_the_chain_without_tools_and_begins_another(sessi
     assert [len(chain) for chain in session.chains()] == [2, 1, 2]
     # It asks without tools, which stand at the start of the prompt.
     assert (compaction.intent.parent, compaction.intent.drift) == (before[-1].intent.call_id, "tools_changed")
-    assert session.stitched.drift_counts() == {"tools_changed": 1}
+    assert session.drift() == {"tools_changed": 1, "compaction": 1}
+    assert session.links("compaction") == [(after[0], before[-1])]
+    assert session.links("resume") == [(compaction, before[-1])]
     assert [call.intent.agent.window for call in (*before, compaction, *after)] == ["0", "0", "0", "1", "1"]
 
 
@@ -102,7 +106,8 @@ def test_a_broken_stream_is_asked_for_again_and_the_dead_call_is_left_out(sessio
     assert dead.end is not None and (dead.end.status, len(dead.end.completion_ids)) == ("error", 3), session.table()
     assert living[0].intent.supersedes == dead.intent.call_id
     session.assert_chain(living)
-    assert [(each.call_id, each.reason) for each in session.stitched.excluded] == [(dead.intent.call_id, "error")]
+    assert session.forest.excluded == {dead.intent.call_id: "error"}
+    assert session.links("retry") == [(living[0], dead)]
     assert len(errors(session)) == 1, session.table()
 
 

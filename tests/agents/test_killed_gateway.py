@@ -107,7 +107,8 @@ async def test_codex_goes_on_when_the_gateway_dies_in_mid_stream(rig: Rig) -> No
     assert lost.end is None and half.status == "aborted" and half.token_ids, session.table()
     assert len({record.intent.gateway for record in session.records}) == 2
     session.assert_chain([first, *rest])
-    assert session.stitched.excluded_counts() == {"lost": 1}
+    assert session.forest.excluded == {lost.intent.call_id: "lost"}
+    assert session.forest.incomplete == (lost.intent.call_id,)
     assert len(session.chains()) == 1, session.table()
 
 
@@ -129,4 +130,5 @@ async def test_codex_goes_on_when_the_gateway_dies_around_the_end_of_a_call(rig:
     [chain] = session.chains()
     assert len(chain) == 3, session.table()
     session.assert_chain(chain)
-    assert session.stitched.excluded_counts() == {"lost" if lost else "dead": 1}
+    assert list(session.forest.excluded.values()) == ["lost" if lost else "dead"]
+    assert [later for later, _ in session.links("retry")] == [] if lost else [chain[0]]

@@ -43,7 +43,7 @@ def test_the_work_is_one_chain(name: str, session: Session) -> None:
     main = session.calls("main")
     assert len(main) == 3, session.table()
     session.assert_chain(main)
-    assert session.stitched.drift == ()
+    assert session.forest.drift == ()
 
 
 @pytest.mark.scene("opencode")
@@ -59,4 +59,6 @@ def test_openclaw_over_chat_moves_its_last_message_so_that_each_call_is_a_branch
     assert [call.intent.parent for call in later] == [call.intent.call_id for call in session.records[:-1]]
     assert {call.intent.drift for call in later} == {"history_edited"}, session.table()
     assert [len(chain) for chain in session.chains()] == [1] * len(session.records), session.table()
-    assert session.stitched.drift_counts() == {"history_edited": len(later)}
+    assert session.drift() == {"history_edited": len(later)}
+    assert session.forest.lenience["floating_user_message"] == len(later)
+    assert session.links("resume") == list(zip(later, session.records, strict=False))
