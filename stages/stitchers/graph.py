@@ -286,10 +286,8 @@ def link_parents(turns: Iterable[Turn]) -> None:
 
 
 def _owner(owners: list[Turn], turn: Turn) -> Turn:
-    """Of calls with the same ids the one that the record names, else one of the same thread, the latest before."""
+    """Of calls with the same ids one of the same thread, the one that the record names, the latest before."""
     if len(owners) == 1:
         return owners[0]
-    if turn.named in owners and turn.named is not None:
-        return turn.named
     earlier = [each for each in owners if each.end_seq < turn.seq] or owners[:1]
-    return max(earlier, key=lambda each: (each.thread == turn.thread, each.end_seq))
+    return max(earlier, key=lambda each: (each.thread == turn.thread, each is turn.named, each.end_seq))

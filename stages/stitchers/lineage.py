@@ -44,21 +44,35 @@ class Lineage:
 
     def _find(self, turn: Turn) -> Kin | None:
         intent, named = turn.intent, turn.named
-        if named is not None and _whole(turn, named) and self.matcher.off.isdisjoint(intent.lenience):
-            for rule in intent.lenience:
-                self.lenience[rule] += 1
+        replied = any(message.get("role") == "assistant" for message in intent.messages)
+        whole = named is not None and _whole(turn, named) and self.matcher.off.isdisjoint(intent.lenience)
+        # Two threads may have had the same reply to the same words: the record cannot tell them apart. And a reply
+        # behind those that the gateway knew again is one of a later call, before which something was rewritten.
+        if named is not None and whole and not replied and named.thread == turn.thread:
+            self.lenience.update(intent.lenience)
             return Kin(named, same=True)
-        if named is None and not any(message.get("role") == "assistant" for message in intent.messages):
+        if named is None and not replied:
             return None
-        messages = turn.messages()
+        return self._search(turn, named if whole else None)
+
+    def _search(self, turn: Turn, known: Turn | None) -> Kin | None:
+        """By the messages. `known` is a call that the request goes on from, if the gateway found one.
+
+        A reply of the same thread further on in the request tells that the conversation went further than what matches.
+        """
         if self._index is None:
             self._index = _Index(self._turns, self.matcher)
+        messages = turn.messages()
         found, rules = self._index.find(turn, messages)
-        if found is not None:
-            self.lenience.update(rules)
-            return Kin(found, same=True)
-        nearest = self._index.nearest(turn, messages) or named
-        return Kin(nearest, same=False) if nearest is not None else None
+        matched = found or known
+        nearest = self._index.nearest(turn, messages)
+        if matched is None:
+            nearest = nearest or turn.named
+            return Kin(nearest, same=False) if nearest is not None else None
+        if nearest is not None and nearest.length > matched.length and nearest.thread == turn.thread:
+            return Kin(nearest, same=False)
+        self.lenience.update(rules)
+        return Kin(matched, same=True)
 
 
 def _whole(turn: Turn, named: Turn) -> bool:
@@ -77,7 +91,7 @@ class _Index:
         self._matcher = matcher
         self._replies: dict[bytes, list[Turn]] = {}
         self._floating: dict[bytes, list[Turn]] = {}
-        self._dead: dict[bytes, list[Turn]] = {}
+        self._asked: dict[bytes, list[Turn]] = {}
         self._by_reply: dict[bytes, list[Turn]] = {}
         self._answered: list[Turn] = []
         for turn in turns:
@@ -88,8 +102,7 @@ class _Index:
         chains = fold(self._chain_at(turn.named, turn.intent.shared_messages), self._digests(turn.intent.messages))
         turn.own_chains = chains
         before = chains[-1] if chains else self._chain_at(turn.named, turn.intent.shared_messages)
-        if turn.end is not None and turn.end.status != "ok":
-            self._dead.setdefault(before, []).append(turn)
+        self._asked.setdefault(before, []).append(turn)
         if turn.reply is None:
             return
         reply = self._matcher.digest(turn.reply)
@@ -116,7 +129,16 @@ class _Index:
         return turn.own_chains[count - turn.intent.shared_messages - 1]
 
     def find(self, turn: Turn, messages: Sequence[Message]) -> tuple[Turn | None, Iterable[str]]:
-        """The call whose messages and reply a request begins with, and the rules by which it does."""
+        """The call with the most messages that, with its reply, begin a request, and the rules by which they do."""
+        found, rules = self._by_chain(turn, messages)
+        known = found.length if found is not None else 0
+        if MASKED_SECRETS not in self._matcher.off and any(map(is_masked, messages[known:])):
+            unmasked = self._unmasked(turn, messages, known)
+            if unmasked is not None:
+                return unmasked, (MASKED_SECRETS,)
+        return found, rules
+
+    def _by_chain(self, turn: Turn, messages: Sequence[Message]) -> tuple[Turn | None, Iterable[str]]:
         chains = fold(ROOT, self._digests(messages))
         for count in range(len(messages), 0, -1):
             if messages[count - 1].get("role") != "assistant":
@@ -128,8 +150,6 @@ class _Index:
                 found = _latest(self._floating.get(chains[count - 1], ()), turn)
                 if found is not None and self._matcher.same(found.intent.messages[-1], messages[-1]):
                     return found, (FLOATING_USER_MESSAGE,)
-        if MASKED_SECRETS not in self._matcher.off and any(map(is_masked, messages)):
-            return self._unmasked(turn, messages)
         return None, ()
 
     def _rules(self, found: Turn, messages: Sequence[Message]) -> set[str]:
@@ -140,27 +160,30 @@ class _Index:
             rule for left, right in zip(logged, messages, strict=False) for rule in self._matcher.needed(left, right)
         }
 
-    def _unmasked(self, turn: Turn, messages: Sequence[Message]) -> tuple[Turn | None, Iterable[str]]:
+    def _unmasked(self, turn: Turn, messages: Sequence[Message], known: int) -> Turn | None:
+        """The latest call of more than `known` messages that match where `***` hides something."""
         for found in reversed(self._answered):
-            if found is turn or found.end_seq > turn.seq or found.length > len(messages):
+            if found is turn or found.end_seq > turn.seq or not known < found.length <= len(messages):
                 continue
             if messages[found.length - 1].get("role") != "assistant" or found.reply is None:
                 continue
             logged = [*found.messages(), found.reply]
             if all(map(self._matcher.same_masked, logged, messages)):
-                return found, (MASKED_SECRETS,)
-        return None, ()
+                return found
+        return None
 
     def nearest(self, turn: Turn, messages: Sequence[Message]) -> Turn | None:
-        """Where none matches whole: the call that failed and whose reply is kept, or whose reply stands last."""
+        """Where none matches whole: the call whose reply stands last, or stood where another text stands now."""
         chains = fold(ROOT, self._digests(messages))
         for count in range(len(messages) - 1, -1, -1):
             if messages[count].get("role") != "assistant":
                 continue
-            found = _latest(self._dead.get(chains[count - 1] if count else ROOT, ()), turn)
-            found = found or _latest(self._by_reply.get(self._matcher.digest(messages[count]), ()), turn)
-            if found is not None:
-                return found
+            asked = self._asked.get(chains[count - 1] if count else ROOT, ())
+            failed = [each for each in asked if each.end is not None and each.end.status != "ok"]
+            replied = self._by_reply.get(self._matcher.digest(messages[count]), ())
+            for candidates in (failed, replied, asked):
+                if (found := _latest(candidates, turn)) is not None:
+                    return found
         return None
 
 

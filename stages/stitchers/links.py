@@ -39,11 +39,11 @@ def replaced(turns: Sequence[Turn], kin: Mapping[str, Kin], matcher: Matcher) ->
 
 
 def _families(turns: Sequence[Turn]) -> Iterator[list[Turn]]:
-    """Calls with one prompt, those that can be trained, in their order."""
-    families: defaultdict[int, list[Turn]] = defaultdict(list)
+    """Calls of one thread with one prompt, those that can be trained, in their order."""
+    families: defaultdict[tuple[int, Any], list[Turn]] = defaultdict(list)
     for turn in turns:
         if turn.excluded is None:
-            families[id(turn.prompt)].append(turn)
+            families[id(turn.prompt), turn.thread].append(turn)
     return (family for family in families.values() if len(family) > 1)
 
 
