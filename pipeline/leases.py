@@ -122,17 +122,20 @@ class LeaseView:
 
     def alive(self, owner: str) -> bool:
         """Whether the owner holds a lease that was renewed in time; False when it never had one or gave it back."""
-        seen = self._seen.get(subjects.token(owner))
+        seen = self._seen.get(subjects.token(owner)) if owner else None
         if seen is None:
             return False
         return self._is_deaf() or time.monotonic() - seen.at_s <= seen.lease.lease_s
 
     async def is_dead(self, owner: str) -> bool:
-        """Whether nothing of the owner may be expected any more. Asks the bucket about a lease not seen yet."""
-        if self.alive(owner):
-            return False
-        key = subjects.token(owner) if owner else ""
-        return not key or key in self._seen or await self._leases.get(key) is None
+        """Whether nothing of the owner may be expected any more. Asks the bucket about a lease not seen yet.
+
+        Nobody, the empty name, is dead: so are called the gateways of calls that no gateway made.
+        """
+        if not owner or self.alive(owner):
+            return not owner
+        key = subjects.token(owner)
+        return key in self._seen or await self._leases.get(key) is None
 
     def owners(self) -> list[str]:
         """Everybody who has a key, dead ones included."""

@@ -45,6 +45,13 @@ async def test_a_held_lease_is_known_from_the_start_and_goes_with_its_holder(bus
         assert view.owners() == []
 
 
+async def test_nobody_is_dead(bus: Bus) -> None:
+    """Calls that no gateway made name nobody; an aggregator must not wait for their ends, nor fail over the name."""
+    async with view_of(bus) as view:
+        assert not view.alive("")
+        assert await view.is_dead("")
+
+
 async def test_a_view_sees_holders_come_and_go(bus: Bus) -> None:
     async with view_of(bus) as view:
         async with hold_lease(bus, subjects.NODES, LONG):
