@@ -88,7 +88,8 @@ def _branches(wanted: Sequence[Turn], commit: Commit, excluded: Counter[str]) ->
     done: set[str] = set()
     branches: list[_Branch] = []
     allowed = {turn.call_id for turn in wanted}
-    for walk in _walks(wanted):
+    # What the main agent shares with others is trained, and rewarded, as its own.
+    for walk in sorted(_walks(wanted), key=lambda walk: walk[-1].intent.scenario == "sub_agent"):
         size = walk[-1].tip.depth
         limit = min(size, policy.max_tokens or size)
         if limit < size and policy.too_long == "drop":

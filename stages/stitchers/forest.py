@@ -50,7 +50,7 @@ def grow(calls: Iterable[tuple[int, CallEvent]], off: Collection[str] = ()) -> F
     lineage = Lineage(turns, matcher)
     dead, extended = replaced(turns, lineage.kin, matcher)
     if extended:
-        lineage.lenience[LAST_USER_EXTENDED] += 1
+        lineage.lenience[LAST_USER_EXTENDED] += extended
     for each in dead.values():
         if each.excluded is None:
             each.excluded = "dead"
@@ -162,16 +162,21 @@ class _Between:
         if (condensed := self._condensed(turn, kin)) is not None:
             self.drift.append(point(turn, condensed, "compaction"))
             self._link("compaction", turn, condensed)
-        elif kin is None and is_sub_agent(turn):
-            start = starter(turn, self._turns)
-            self.drift.append(point(turn, start, "sub_agent"))
-            if start is not None:
-                self._link("sub_agent", turn, start)
+        elif is_sub_agent(turn) and (kin is None or kin.turn.thread != turn.thread):
+            self._sub_agent(turn, kin)
         elif kin is not None and self._is_break(turn, kin):
             self.drift.append(break_of(turn, kin, self._matcher))
             self._link("resume", turn, kin.turn)
         elif replaces is not None:
             self.drift.append(point(turn, replaces, "retry"))
+
+    def _sub_agent(self, turn: Turn, kin: Kin | None) -> None:
+        """A sub-agent begins: with words of its own, or as a fork of the conversation that started it."""
+        start = kin.turn if kin is not None else starter(turn, self._turns)
+        if kin is None or self._is_break(turn, kin):
+            self.drift.append(point(turn, start, "sub_agent"))
+        if start is not None:
+            self._link("sub_agent", turn, start)
 
     def _is_break(self, turn: Turn, kin: Kin) -> bool:
         earlier = kin.turn

@@ -267,7 +267,7 @@ def _orphans(
 def link_parents(turns: Iterable[Turn]) -> None:
     """Set parent and children of each call that is not excluded.
 
-    The parent is the one with the longest ids that the prompt begins with.
+    The parent is the one with the longest ids that the prompt begins with, among those that ended before it began.
     """
     living = [turn for turn in turns if turn.excluded is None]
     for turn in living:
@@ -275,19 +275,31 @@ def link_parents(turns: Iterable[Turn]) -> None:
             turn.tip.owners = []
         turn.tip.owners.append(turn)
     for turn in living:
-        node: Node | None = turn.prompt
-        while node is not None and node.owners is None:
-            node = node.parent
-        if node is not None and node.owners:
-            turn.parent = _owner(node.owners, turn)
+        turn.parent = _parent(turn)
+        if turn.parent is not None:
             if turn.parent.children is None:
                 turn.parent.children = []
             turn.parent.children.append(turn)
 
 
-def _owner(owners: list[Turn], turn: Turn) -> Turn:
+def _parent(turn: Turn) -> Turn | None:
+    """Only what had ended can be continued. Of twins that say the same, one of the call's own thread comes first."""
+    own_thread = turn.named is not None and turn.named.thread == turn.thread
+    other: Turn | None = None
+    node: Node | None = turn.prompt
+    while node is not None:
+        if node.owners is not None:
+            owner = _owner(node.owners, turn)
+            if owner is not None and (owner.thread == turn.thread or not own_thread):
+                return owner
+            other = other or owner
+        node = node.parent
+    return other
+
+
+def _owner(owners: list[Turn], turn: Turn) -> Turn | None:
     """Of calls with the same ids one of the same thread, the one that the record names, the latest before."""
     if len(owners) == 1:
-        return owners[0]
-    earlier = [each for each in owners if each.end_seq < turn.seq] or owners[:1]
-    return max(earlier, key=lambda each: (each.thread == turn.thread, each is turn.named, each.end_seq))
+        return owners[0] if owners[0].end_seq < turn.seq else None
+    earlier = [each for each in owners if each.end_seq < turn.seq]
+    return max(earlier, key=lambda each: (each.thread == turn.thread, each is turn.named, each.end_seq), default=None)

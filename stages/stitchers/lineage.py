@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final
 
 from rollyard.gateway.history import ROOT, fold
@@ -44,8 +45,9 @@ class Lineage:
 
     def _find(self, turn: Turn) -> Kin | None:
         intent, named = turn.intent, turn.named
-        replied = any(message.get("role") == "assistant" for message in intent.messages)
         whole = named is not None and _whole(turn, named) and self.matcher.off.isdisjoint(intent.lenience)
+        known = named.length - intent.shared_messages if named is not None and whole else 0
+        replied = _holds_reply(intent.messages, known)
         # Two threads may have had the same reply to the same words: the record cannot tell them apart. And a reply
         # behind those that the gateway knew again is one of a later call, before which something was rewritten.
         if named is not None and whole and not replied and named.thread == turn.thread:
@@ -65,14 +67,19 @@ class Lineage:
         messages = turn.messages()
         found, rules = self._index.find(turn, messages)
         matched = found or known
-        nearest = self._index.nearest(turn, messages)
         if matched is None:
-            nearest = nearest or turn.named
+            nearest = self._index.nearest(turn, messages) or turn.named
             return Kin(nearest, same=False) if nearest is not None else None
-        if nearest is not None and nearest.length > matched.length and nearest.thread == turn.thread:
-            return Kin(nearest, same=False)
+        if _holds_reply(messages, matched.length):
+            nearest = self._index.nearest(turn, messages, matched.length)
+            if nearest is not None and nearest.length > matched.length and nearest.thread == turn.thread:
+                return Kin(nearest, same=False)
         self.lenience.update(rules)
         return Kin(matched, same=True)
+
+
+def _holds_reply(messages: Sequence[Message], start: int) -> bool:
+    return any(message.get("role") == "assistant" for message in islice(messages, start, None))
 
 
 def _whole(turn: Turn, named: Turn) -> bool:
@@ -161,21 +168,22 @@ class _Index:
         }
 
     def _unmasked(self, turn: Turn, messages: Sequence[Message], known: int) -> Turn | None:
-        """The latest call of more than `known` messages that match where `***` hides something."""
-        for found in reversed(self._answered):
+        """The call of the most messages, more than `known`, that match where `***` hides something."""
+        matcher = self._matcher
+        for found in sorted(self._answered, key=lambda each: (each.length, each.end_seq), reverse=True):
             if found is turn or found.end_seq > turn.seq or not known < found.length <= len(messages):
                 continue
-            if messages[found.length - 1].get("role") != "assistant" or found.reply is None:
+            echo = messages[found.length - 1]
+            if echo.get("role") != "assistant" or found.reply is None or not matcher.same_masked(found.reply, echo):
                 continue
-            logged = [*found.messages(), found.reply]
-            if all(map(self._matcher.same_masked, logged, messages)):
+            if all(map(matcher.same_masked, found.messages(), messages)):
                 return found
         return None
 
-    def nearest(self, turn: Turn, messages: Sequence[Message]) -> Turn | None:
-        """Where none matches whole: the call whose reply stands last, or stood where another text stands now."""
+    def nearest(self, turn: Turn, messages: Sequence[Message], start: int = 0) -> Turn | None:
+        """The call whose reply stands last, or stood where another text stands now, in the messages from `start` on."""
         chains = fold(ROOT, self._digests(messages))
-        for count in range(len(messages) - 1, -1, -1):
+        for count in range(len(messages) - 1, start - 1, -1):
             if messages[count].get("role") != "assistant":
                 continue
             asked = self._asked.get(chains[count - 1] if count else ROOT, ())

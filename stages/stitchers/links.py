@@ -17,10 +17,10 @@ _WORK: Final = ("main", "sub_agent")
 _LEAST_CHARS: Final = 8
 
 
-def replaced(turns: Sequence[Turn], kin: Mapping[str, Kin], matcher: Matcher) -> tuple[dict[str, Turn], bool]:
+def replaced(turns: Sequence[Turn], kin: Mapping[str, Kin], matcher: Matcher) -> tuple[dict[str, Turn], int]:
     """For each call that repeats a request: the earlier call whose reply the agent never had.
 
-    A reply that something continues was had. Returns with it whether the rule `last_user_extended` was needed.
+    A reply that something continues was had. Returns with it for how many the rule `last_user_extended` was needed.
     """
     continued = {each.turn.call_id for each in kin.values() if each.same}
     continued |= {turn.parent.call_id for turn in turns if turn.parent is not None}
@@ -33,9 +33,9 @@ def replaced(turns: Sequence[Turn], kin: Mapping[str, Kin], matcher: Matcher) ->
     for family in _families(turns):
         _of_same_ids(family, continued, found)
     if LAST_USER_EXTENDED in matcher.off:
-        return found, False
+        return found, 0
     extended = dict(_extended(turns, continued, matcher))
-    return extended | found, bool(extended.keys() - found.keys())
+    return extended | found, len(extended.keys() - found.keys())
 
 
 def _families(turns: Sequence[Turn]) -> Iterator[list[Turn]]:
@@ -77,10 +77,22 @@ def _extended(turns: Sequence[Turn], continued: Collection[str], matcher: Matche
 
 
 def _extends(before: Turn, turn: Turn, matcher: Matcher) -> bool:
-    old, new = _text(before.intent.messages[-1]), _text(turn.intent.messages[-1])
-    if not old or not new.startswith(old) or not new[len(old) :][:1].isspace():
+    """Whether parts were added behind those of the last message. Longer words in one part are another question."""
+    old, new = _parts(before.intent.messages[-1]), _parts(turn.intent.messages[-1])
+    if not old or len(new) <= len(old):
+        return False
+    if not all(matcher.same(_as_user(left), _as_user(right)) for left, right in zip(old, new, strict=False)):
         return False
     return all(map(matcher.same, before.messages()[:-1], turn.messages()[:-1]))
+
+
+def _parts(message: Message) -> list[Any]:
+    content = message.get("content")
+    return content if isinstance(content, list) else [{"type": "text", "text": content}] if content else []
+
+
+def _as_user(part: Any) -> Message:
+    return {"role": "user", "content": [part]}
 
 
 def starter(turn: Turn, turns: Sequence[Turn]) -> Turn | None:

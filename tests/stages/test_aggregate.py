@@ -17,7 +17,7 @@ from rollyard.pipeline.consumer import Ack, Nak
 from rollyard.pipeline.handover import MAX_DELIVERIES
 from rollyard.pipeline.kv import Bucket
 from rollyard.pipeline.leases import LeaseView
-from rollyard.pipeline.log import read_rollout
+from rollyard.pipeline.log import BusLog, read_rollout
 from rollyard.schemas import subjects
 from rollyard.schemas.call import CallEnd, CallIntent
 from rollyard.schemas.errors import DecodeError
@@ -29,7 +29,9 @@ from rollyard.schemas.sample import Commit, Delivery, Group
 from rollyard.schemas.task import Task, TaskProgress
 from rollyard.stages import aggregate as aggregate_module
 from rollyard.stages.aggregate import Aggregate
-from rollyard.stages.replay import replay_run
+from rollyard.stages.arrow import Received
+from rollyard.stages.remake import Recipe
+from rollyard.stages.replay import remake_run, replay_run
 from rollyard.stages.stage import StageHandler, now_ms
 
 TASK = Task(prompt="p", id="t", group_size=2, metadata={"level": 3})
@@ -119,7 +121,32 @@ async def test_a_rollout_is_committed_and_delivered_and_its_state_ends(crew: Any
     after = await crew.state(state.rollout)
     assert (after.position, after.status, after.attempt, after.sandbox) == ("ended", "completed", 1, None)
     assert await groups(crew) == []
-    assert (await replay_run(crew.bus, "r")).ok
+    assert (await replay_run(BusLog(crew.bus), "r")).ok
+
+
+async def test_the_headers_of_a_delivery_tell_what_is_counted(crew: Any) -> None:
+    """The second call goes on from the first one, in other ids."""
+    rollout = Rollout.of("r", "t", 0, TASK.group_size)
+    turn = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}, {"role": "user", "content": "?"}]
+    await log_call(crew, intent(rollout))
+    await log_call(crew, end(rollout))
+    await log_call(crew, intent(rollout, "c2", messages=turn))
+    await log_call(crew, structs.replace(end(rollout, "c2"), prompt_ids=TokenIds.of([1, 2, 9, 9, 5])))
+    await finished(crew)
+    (held,) = await crew.take("aggregate")
+    async with aggregating(crew) as handler:
+        assert await handler(held) == Ack()
+    (delivery,) = await crew.deliveries()
+    assert (delivery.calls, sum(delivery.drift.values())) == (2, 1)
+    stored = await crew.bus.last(subjects.sample_subject("r", "t", 0))
+    told = {name: value for name, value in stored.headers.items() if name.startswith("Rollyard-")}
+    del told["Rollyard-Writer"]
+    assert told == {
+        "Rollyard-Status": "completed",
+        "Rollyard-Calls": "2",
+        "Rollyard-Drift": "1",
+        "Rollyard-Trained": "4",
+    }
 
 
 async def test_the_last_of_a_group_closes_it_once(crew: Any) -> None:
@@ -203,14 +230,17 @@ async def test_it_waits_for_a_call_that_may_still_end(crew: Any) -> None:
     assert (commit.lost_calls, len(commit.samples)) == ((), 1)
 
 
-@pytest.mark.parametrize("why", ["its gateway is gone", "its time is over"])
+@pytest.mark.parametrize("why", ["its gateway is gone", "its time is over", "no gateway made it"])
 async def test_a_call_that_can_get_no_end_any_more_is_lost(crew: Any, why: str) -> None:
     if why == "its time is over":
         await Bucket(crew.bus, subjects.GATEWAYS, Lease).put(SLOW_GATEWAY, Lease(owner=SLOW_GATEWAY, lease_s=600))
     state = await finished(crew)
     rollout = Rollout.of("r", "t", 1, 2)
-    late = intent(rollout, latest_end_ms=now_ms() - 1) if why == "its time is over" else intent(rollout)
-    await log_call(crew, late)
+    changes: dict[str, dict[str, Any]] = {
+        "its time is over": {"latest_end_ms": now_ms() - 1},
+        "no gateway made it": {"gateway": ""},
+    }
+    await log_call(crew, intent(rollout, **changes.get(why, {})))
     state = await crew.start(TASK, 1, position="aggregate", step=3, status="completed")
     held = (await crew.take("aggregate", count=2))[-1]
     async with aggregating(crew) as handler:
@@ -286,6 +316,12 @@ async def test_a_stitcher_that_crashes_ends_the_rollout_at_the_sixth_delivery(
     async with crew.at_work("aggregate"):
         await check_gave_up(crew, state)
     assert tries == MAX_DELIVERIES
+    made: list[Received] = []
+    report = await remake_run(BusLog(crew.bus), "r", Recipe(recover=True), write=made.append)
+    assert (report.recovered, report.made.samples, report.mismatches) == (1, 1, ())
+    delivery = made[0].delivery
+    assert (delivery.status, delivery.failure, delivery.reward, delivery.answer) == ("completed", None, 0.5, "ho")
+    assert delivery.samples[0].token_ids == TokenIds.of([1, 2, 3, 4])
 
 
 async def test_a_task_without_a_body_does_not_keep_its_rollouts_from_their_end(crew: Any, at_once: None) -> None:
