@@ -39,7 +39,7 @@ class _Branch:
 
 def assemble(forest: Forest, commit: Commit, counted: Counted) -> Outcome:
     """The samples of a forest, one a branch, and what was left out."""
-    excluded = Counter(forest.excluded.values())
+    excluded = Counter(turn.excluded for turn in forest.turns if turn.excluded is not None)
     fate = _fate(commit)
     chosen = [turn for turn in forest.turns if turn.excluded is None]
     wanted = [turn for turn in chosen if turn.intent.scenario in commit.policy.scenarios]
@@ -156,8 +156,8 @@ class _Maker:
         self._links: defaultdict[str, list[Link]] = defaultdict(list)
         for link in forest.links:
             self._links[link.call_id].append(link)
-        lost = frozenset(forest.incomplete)
-        self._unfinished = {to for call_id, to in forest.continues.items() if call_id in lost}
+        lost = [forest.kin.get(turn.call_id) for turn in forest.turns if turn.end is None]
+        self._unfinished = {kin.turn.call_id for kin in lost if kin is not None}
 
     def sample(self, branch: _Branch, index: int, total: int) -> Sample:
         """One branch as training data."""

@@ -23,22 +23,37 @@ from rollyard.stages.stitchers.links import replaced, starter
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forest:
-    """What became of a session's calls.
+    """What became of a session's calls: `turns` in their order, the `kin` of each, and what lies between branches.
 
-    `branches` are the call ids of each walk, of calls whose ids can be trained and that the agent had. `continues`
-    names, for a call, the one whose conversation it goes on from, also where the ids do not. `excluded` says why a call
-    is in no branch: lost, error, aborted, superseded, untrainable, empty, bad_logprobs, nonfinite_logprobs, no_intent,
-    broken or dead. `incomplete` are calls with an intent and no end. `lenience` counts the calls that a rule matched.
+    `lenience` counts the calls that a rule matched.
     """
 
     turns: tuple[Turn, ...]
-    branches: tuple[tuple[str, ...], ...]
-    continues: Mapping[str, str]
+    kin: Mapping[str, Kin]
     links: tuple[Link, ...]
     drift: tuple[DriftPoint, ...]
-    excluded: Mapping[str, str]
     lenience: Mapping[str, int]
-    incomplete: tuple[str, ...]
+
+    @property
+    def branches(self) -> tuple[tuple[str, ...], ...]:
+        """The call ids of each walk, of calls whose ids can be trained and that the agent had."""
+        return tuple(tuple(turn.call_id for turn in walk) for walk in walks(self.turns))
+
+    @property
+    def continues(self) -> dict[str, str]:
+        """For a call the one whose conversation it goes on from, also where its ids do not."""
+        return {call_id: kin.turn.call_id for call_id, kin in self.kin.items()}
+
+    @property
+    def excluded(self) -> dict[str, str]:
+        """Why a call is in no branch: lost, error, aborted, superseded, untrainable, empty, bad_logprobs,
+        nonfinite_logprobs, no_intent, broken or dead."""
+        return {turn.call_id: turn.excluded for turn in self.turns if turn.excluded is not None}
+
+    @property
+    def incomplete(self) -> tuple[str, ...]:
+        """Calls with an intent and no end."""
+        return tuple(turn.call_id for turn in self.turns if turn.end is None)
 
 
 def grow(calls: Iterable[tuple[int, CallEvent]], off: Collection[str] = ()) -> Forest:
@@ -57,13 +72,10 @@ def grow(calls: Iterable[tuple[int, CallEvent]], off: Collection[str] = ()) -> F
     between = _Between(turns, lineage, dead)
     return Forest(
         turns=tuple(turns),
-        branches=tuple(tuple(turn.call_id for turn in walk) for walk in walks(turns)),
-        continues={call_id: kin.turn.call_id for call_id, kin in lineage.kin.items()},
+        kin=lineage.kin,
         links=tuple(between.links),
         drift=tuple(between.drift),
-        excluded={turn.call_id: turn.excluded for turn in turns if turn.excluded is not None},
         lenience=dict(lineage.lenience),
-        incomplete=tuple(turn.call_id for turn in turns if turn.end is None),
     )
 
 
