@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
+import msgspec
+
 from rollyard.schemas.call import Message
 from rollyard.schemas.packed import TokenIds
 from rollyard.schemas.sample import DriftPoint, DriftReason
@@ -14,6 +16,9 @@ from rollyard.stages.stitchers.lineage import Kin
 
 SHOWN_IDS: Final = 16
 _SHOWN_CHARS: Final = 120
+_BEFORE_CHARS: Final = 20
+_FIRST_KEYS: Final = ("role", "content", "reasoning_content", "tool_calls")
+_json: Final = msgspec.json.Encoder(order="sorted").encode
 _RESYNC_IDS: Final = 4
 _TURN_END_IDS: Final = 2
 _SEARCHED_IDS: Final = 4096
@@ -154,17 +159,22 @@ def _tools_differ(turn: Turn, earlier: Turn) -> str:
 
 
 def _differ(left: Message, right: Message) -> str:
-    """Both messages from where they part, for people."""
-    texts = [_shown(left), _shown(right)]
-    at = next((i for i, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), min(map(len, texts)))
-    start = max(0, at - 20)
-    was, became = (text[start : start + _SHOWN_CHARS] for text in texts)
-    return f"{was!r} became {became!r}"
+    """The first field in which two messages differ, both sides from a little before where they part, for people."""
+    if not left or not right:
+        return f"a message of role {(left or right).get('role')} is {'new' if right else 'gone'}"
+    for key in dict.fromkeys((*_FIRST_KEYS, *left, *right)):
+        was, became = (_shown(message.get(key)) for message in (left, right))
+        if was != became:
+            at = next((i for i, pair in enumerate(zip(was, became, strict=False)) if pair[0] != pair[1]), len(was))
+            start = was.rfind(" ", 0, max(0, at - _BEFORE_CHARS)) + 1
+            return f"{key}: {_excerpt(was, start)} became {_excerpt(became, start)}"
+    return ""
 
 
-def _shown(message: Message) -> str:
-    if not message:
-        return "(nothing)"
-    parts = [str(message.get("role", "?"))]
-    parts += [f"{key}={message[key]!r}" for key in sorted(message) if key != "role" and message[key]]
-    return " ".join(parts)
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else "nothing" if value in (None, [], {}) else _json(value).decode()
+
+
+def _excerpt(text: str, start: int) -> str:
+    shown = text[start : start + _SHOWN_CHARS]
+    return ("..." if start else "") + repr(shown)[1:-1] + ("..." if start + _SHOWN_CHARS < len(text) else "")
