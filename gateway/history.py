@@ -13,6 +13,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
+from rollyard.pipeline.images import by_content
 from rollyard.schemas.call import Message
 from rollyard.schemas.packed import TokenIds
 
@@ -119,6 +120,7 @@ def _drop_nulls(message: Message) -> Message:
 
 RULES: Final[dict[str, Rule]] = {
     "private_keys_dropped": _drop_private,
+    "images_by_content": by_content,
     "cache_control_dropped": _drop_cache_control,
     "foreign_reply_keys_dropped": _drop_foreign_keys,
     "ids_not_compared": _drop_ids,
@@ -129,6 +131,8 @@ RULES: Final[dict[str, Rule]] = {
 }
 """In this order: a list of text parts is a string before its edges are trimmed, and an empty one is absent."""
 
+_HIDES_MOST: Final = "foreign_reply_keys_dropped"
+
 KNOWN_BY_CALL_IDS: Final = "reply_known_by_call_ids"
 """A reply with tool calls is the one whose ids it bears, also where the agent has rewritten their arguments."""
 
@@ -137,6 +141,7 @@ class Canonical:
     """Canonical forms under the rules that are switched on. `counts` says how many messages each rule changed."""
 
     def __init__(self, off: Collection[str] = ()) -> None:
+        self.off = frozenset(off)
         self.rules = {name: rule for name, rule in RULES.items() if name not in off}
         self.knows_by_call_ids = KNOWN_BY_CALL_IDS not in off
         self.counts: Counter[str] = Counter()
@@ -161,6 +166,55 @@ class Canonical:
     def fold(self, chain: bytes, messages: Sequence[Message]) -> list[bytes]:
         """The chain after each of `messages`, beginning from `chain` (ROOT: an empty conversation)."""
         return fold(chain, self.digests(messages))
+
+
+def lenience(sent: Message, echoed: Message, off: Collection[str] = ()) -> tuple[str, ...]:
+    """A smallest set of rules, but for those in `off`, under which an agent's echo of a reply is the reply as sent.
+
+    Empty where they are equal as they are, and where no rules make them so.
+    """
+    if sent == echoed:
+        return ()
+    rules = {name: rule for name, rule in RULES.items() if name not in off}
+    needed = _needed(sent, echoed, rules)
+    if needed is not None or KNOWN_BY_CALL_IDS in off or not call_ids(sent) or call_ids(sent) != call_ids(echoed):
+        return needed or ()
+    # What became of the arguments is settled by the ids; the rest of the message is not.
+    return KNOWN_BY_CALL_IDS, *(_needed(sent, {**echoed, "tool_calls": sent["tool_calls"]}, rules) or ())
+
+
+def _needed(sent: Message, echoed: Message, rules: Mapping[str, Rule]) -> tuple[str, ...] | None:
+    """Those of the rules without which two messages differ; None when they differ under all of them."""
+    # A rule looks at each key by itself, so those with equal values cannot tell.
+    equal = {key for key in sent.keys() & echoed.keys() if key != "role" and sent[key] == echoed[key]}
+    pair = (_without(sent, *equal), _without(echoed, *equal))
+    at_work = _at_work(rules, pair)
+    if at_work is None:
+        return None
+    # The rule that hides most is the first to be done without: a key that is null was not dropped.
+    untried = [_HIDES_MOST] if _HIDES_MOST in rules else sorted(at_work)
+    tried: set[str] = set()
+    while untried:
+        name = untried[0]
+        tried.add(name)
+        fewer = {other: rule for other, rule in rules.items() if other != name}
+        still = _at_work(fewer, pair)
+        if still is not None:
+            rules, at_work = fewer, still
+        untried = sorted(at_work - tried)
+    return tuple(name for name in rules if name in at_work)
+
+
+def _at_work(rules: Mapping[str, Rule], pair: tuple[Message, Message]) -> set[str] | None:
+    """The rules that change one of two messages; None when these still differ."""
+    one, other = pair
+    found: set[str] = set()
+    for name, rule in rules.items():
+        changed, changed_other = rule(one), rule(other)
+        if changed is not one or changed_other is not other:
+            found.add(name)
+        one, other = changed, changed_other
+    return found if one == other else None
 
 
 def fold(chain: bytes, digests: Sequence[bytes]) -> list[bytes]:

@@ -31,8 +31,9 @@ SNAPSHOT_WALK: Final = 64
 class Place:
     """Where a request stands in its session.
 
-    `parent` is the call that it continues, `shared` how many leading messages both have. `drift` says why the parent's
-    ids cannot be continued, if they cannot: the messages or the settings are not the same.
+    `parent` is the call that it continues, `shared` how many leading messages both have, `lenience` the rules by which
+    the agent's echo of the parent's reply is that reply. `drift` says why the parent's ids cannot be continued, if they
+    cannot: the messages or the settings are not the same.
     """
 
     parent: KnownCall | None
@@ -40,6 +41,7 @@ class Place:
     digests: list[bytes]
     settings: bytes
     asked: bytes
+    lenience: tuple[str, ...] = ()
     drift: str | None = None
 
     @property
@@ -77,17 +79,18 @@ async def find_place(
     canonical = session.canonical.digests(messages)
     digests = session.digests(messages, canonical)
     chains = fold(ROOT, digests)
-    parent, shared = session.match(chains)
+    parent, shared = session.match(chains, request.ids)
     if limited or holds_unknown_reply(messages, shared):
         metrics.catch_ups.inc()
         await session.catch_up(bus)
         digests = session.digests(messages, canonical)
         chains = fold(ROOT, digests)
-        parent, shared = session.match(chains)
+        parent, shared = session.match(chains, request.ids)
     settings = settings_digest(request.tools, request.template_options)
     drift: str | None = None
+    until_reply = shared
     if parent is None and holds_unknown_reply(messages, 0):
-        parent, shared = session.nearest(digests, chains)
+        parent, shared, until_reply = session.nearest(digests, chains, request.ids)
         if parent is not None:
             drift = "system_changed" if not shared else "history_edited"
     if drift is None and parent is not None and settings != parent.settings:
@@ -99,6 +102,7 @@ async def find_place(
         digests=digests,
         settings=settings,
         asked=asked_digest(tip, settings, request.ids, request.prompt or request.context.get("prompt_ids")),
+        lenience=session.lenience(parent, messages[until_reply - 1]) if parent is not None else (),
         drift=drift,
     )
 
@@ -168,6 +172,7 @@ def as_delta(intent: CallIntent, request: ModelRequest, place: Place, *, snapsho
         intent,
         parent=place.parent.call_id if place.parent else None,
         shared_messages=shared,
+        lenience=place.lenience,
         messages=request.messages[shared:],
         tools=(request.tools or []) if own_tools else None,
         template=request.template_options if own_tools else {},

@@ -9,13 +9,25 @@ from rollyard.gateway.protocols.responses import referenced_calls, with_replies
 from rollyard.gateway.refusal import Refusal
 from rollyard.gateway.sessions import Session
 from rollyard.pipeline.bus import Bus
+from rollyard.pipeline.images import REFERENCE, names
 from rollyard.schemas.call import Message
 
 _INSTRUCTIONS = "_instructions"
 
 
 async def resolve_references(request: ModelRequest, session: Session, bus: Bus) -> ModelRequest:
-    """The request whole, from the session's log. Raises Refusal (400) when what it refers to is not there; BusError."""
+    """The request whole, from the session's log.
+
+    Raises Refusal (400) when what it refers to is not there, BusError, BlobError.
+    """
+    if names(request.messages):
+        raise Refusal(
+            400,
+            "invalid_request",
+            f"an image is given as {REFERENCE}..., which stands for one in our records only",
+            hint="send the image itself, as a data URL",
+            param="messages",
+        )
     if request.protocol != "responses":
         return request
     if ids := referenced_calls(request):

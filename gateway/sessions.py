@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Final
 
+import msgspec
 import structlog
 
 from rollyard.gateway.history import (
@@ -21,6 +22,7 @@ from rollyard.gateway.history import (
     call_ids,
     fold,
     last_equal,
+    lenience,
     longest,
     settings_digest,
 )
@@ -37,19 +39,24 @@ log = structlog.get_logger(__name__)
 
 CATCH_UP_TRIES: Final = 5
 _CALL_BYTES: Final = 1000
+NOBODY: Final = AgentIds()
+"""An agent that says nothing of itself."""
+_encode: Final = msgspec.json.Encoder(order="sorted").encode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownCall:
     """A call whose end is in the log. Holds only what its parent does not.
 
-    `chains` are the chain after each of its own messages and after its reply; `walk` counts the records behind `ids`.
+    `chains` are the chain after each of its own messages and after its reply, `reply` that reply as JSON with sorted
+    keys; `walk` counts the records behind `ids`.
     """
 
     call_id: str
     parent: KnownCall | None
     shared_messages: int = 0
     chains: tuple[bytes, ...] = ()
+    reply: bytes = b""
     settings: bytes = ROOT
     shared_ids: int = 0
     prompt_ids: TokenIds
@@ -128,20 +135,34 @@ class Session:
                 digests[index] = sent
         return digests
 
-    def match(self, chains: Sequence[bytes]) -> tuple[KnownCall | None, int]:
-        """The call that a request continues, and how many of its messages that covers."""
-        return longest(chains, self._by_chain)
+    def match(self, chains: Sequence[bytes], agent: AgentIds = NOBODY) -> tuple[KnownCall | None, int]:
+        """The call that a request of `agent` continues, and how many of its messages that covers.
 
-    def nearest(self, digests: Sequence[bytes], chains: Sequence[bytes]) -> tuple[KnownCall | None, int]:
-        """For a request that continues none: the call whose reply stands last in it, and the messages they share.
+        Of twins that said the same it is the one of the agent's own thread.
+        """
+        found, count = longest(chains, self._by_chain)
+        own = self._by_chain.get(chains[count - 1] + _who(agent)) if found is not None else None
+        return own or found, count
+
+    def nearest(
+        self, digests: Sequence[bytes], chains: Sequence[bytes], agent: AgentIds = NOBODY
+    ) -> tuple[KnownCall | None, int, int]:
+        """For a request that continues none: the call whose reply stands last in it, how many messages they share, and
+        how many there are up to that reply.
 
         That is what a rewritten history still is a later turn of. `digests` are those of the messages.
         """
-        for digest in reversed(digests):
-            found = self._by_reply.get(digest)
+        for count in range(len(digests), 0, -1):
+            found = self._by_reply.get(digests[count - 1] + _who(agent)) or self._by_reply.get(digests[count - 1])
             if found is not None:
-                return found, found.shared_with(chains)
-        return None, 0
+                return found, found.shared_with(chains), count
+        return None, 0, 0
+
+    def lenience(self, call: KnownCall, echo: Message) -> tuple[str, ...]:
+        """The rules without which an echo of the call's reply would not be the reply as sent."""
+        if _encode(echo) == call.reply:
+            return ()
+        return lenience(msgspec.json.decode(call.reply), echo, self.canonical.off)
 
     def superseded_by(self, asked: bytes) -> str | None:
         """The call that asked the same before and that nothing continues: the agent never had its reply."""
@@ -202,21 +223,24 @@ class Session:
             if ids := call_ids(end.reply):
                 self._by_call_ids[ids] = reply
             chains += fold(chains[-1] if chains else base, [reply])
-            self._know(_known(intent, end, parent, chains=tuple(chains), settings=settings, seq=seq), reply)
+            call = _known(intent, end, parent, chains=tuple(chains), settings=settings, seq=seq)
+            self._know(call, reply, _who(intent.agent))
 
-    def _know(self, call: KnownCall, reply: bytes) -> None:
-        self.size_bytes += len(call.prompt_ids.data) + len(call.completion_ids.data) + 64 * len(call.chains)
+    def _know(self, call: KnownCall, reply: bytes, who: bytes) -> None:
+        held = len(call.prompt_ids.data) + len(call.completion_ids.data) + len(call.reply)
+        self.size_bytes += held + 64 * len(call.chains)
         self._calls[call.call_id] = call
         # Of several calls with one history and one reply, the latest is the one that the agent goes on from.
         for known, key in ((self._by_chain, call.chains[-1]), (self._by_reply, reply)):
-            standing = known.get(key)
-            if standing is None or standing.seq < call.seq:
-                known[key] = call
+            for place in {key, key + who}:
+                standing = known.get(place)
+                if standing is None or standing.seq < call.seq:
+                    known[place] = call
 
     async def conversation(self, bus: Bus, call_id: str) -> list[Message] | None:
         """The messages of a call and its reply, read from the log; None when the log has no such call that is ok.
 
-        Raises BusError.
+        Raises BusError, BlobError.
         """
         intents: dict[str, CallIntent] = {}
         replies: dict[str, Message] = {}
@@ -236,7 +260,7 @@ class Session:
         messages: list[Message] = []
         for step in reversed(path):
             messages = [*messages[: step.shared_messages], *step.messages, replies[step.call_id]]
-        return messages
+        return await bus.contents.with_images(messages)
 
     async def catch_up(self, bus: Bus) -> None:
         """Read what the log holds of this session beyond what is known. Raises BusError."""
@@ -282,6 +306,7 @@ def _known(
         parent=parent,
         shared_messages=intent.shared_messages,
         chains=chains,
+        reply=_encode(end.reply),
         settings=settings,
         shared_ids=end.shared_prompt_ids,
         prompt_ids=end.prompt_ids,
@@ -333,6 +358,11 @@ def asked_digest(chain: bytes, settings: bytes, agent: AgentIds, prompt: str | T
 
     `prompt` is what a completion is asked for, text or ids.
     """
-    who = f"{agent.thread}\0{agent.sub_agent}\0".encode()
+    who = _who(agent) or b"\0\0"
     bare = prompt.data if isinstance(prompt, TokenIds) else (prompt or "").encode()
     return blake2b(chain + settings + who + bare, digest_size=16).digest()
+
+
+def _who(agent: AgentIds) -> bytes:
+    """Which thread within a session asks; empty where the agent does not say."""
+    return f"{agent.thread}\0{agent.sub_agent}\0".encode() if agent.thread or agent.sub_agent else b""

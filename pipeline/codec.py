@@ -54,6 +54,14 @@ def content_type(data: bytes) -> str:
     return "application/json" if data[:1] == b"{" else "application/msgpack"
 
 
+def unpacked(data: bytes) -> bytes:
+    """The msgpack or JSON of an encoded record. Raises DecodeError for a zstd frame that is broken."""
+    try:
+        return _plain(data)
+    except (zstandard.ZstdError, ValueError) as error:
+        raise DecodeError(f"not a record: {error}") from error
+
+
 def decode(data: bytes, kind: type[T] | Any) -> T:
     """Read a record of type `kind` (a struct or a union of tagged structs).
 

@@ -8,14 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollyard.gateway.history import (
+    KNOWN_BY_CALL_IDS,
     ROOT,
     RULES,
     Canonical,
     common_prefix,
     holds_unknown_reply,
+    lenience,
     longest,
     settings_digest,
 )
+from rollyard.pipeline.images import take_out
 from rollyard.schemas.packed import TokenIds
 
 texts = st.text(max_size=20)
@@ -90,8 +93,14 @@ def test_folding_in_two_steps_is_folding_in_one(messages: list[dict[str, Any]]) 
         assert canonical.fold(chains[place - 1], messages[place:]) == chains[place:]
 
 
+IMAGE = {
+    "role": "user",
+    "content": [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{'AAAA' * 500}", "detail": "low"}}],
+}
+
 SAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "private_keys_dropped": ({"role": "user", "content": "a"}, {"role": "user", "content": "a", "_block": {}}),
+    "images_by_content": (IMAGE, take_out([IMAGE])[0][0]),
     "cache_control_dropped": ({"role": "user", "content": "a"}, {"role": "user", "content": "a", "cache_control": {}}),
     "foreign_reply_keys_dropped": (
         {"role": "assistant", "content": "a"},
@@ -175,3 +184,73 @@ def test_arguments_that_are_nested_without_end_are_text() -> None:
         function = {"name": "f", "arguments": "[" * depth + "]" * depth}
         forms.add(Canonical().form({"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}))
     assert len(forms) == 5
+
+
+def a_reply(arguments: str = '{"a": 1}', number: str = "call_1", **fields: Any) -> dict[str, Any]:
+    call = {"id": number, "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [call], **fields}
+
+
+@pytest.mark.parametrize(
+    ("sent", "echo", "rules"),
+    [
+        (a_reply(), dict(reversed(a_reply().items())), ()),
+        (a_reply(reasoning_content="hm"), a_reply(), ("foreign_reply_keys_dropped",)),
+        (a_reply(), a_reply('{"a":1}'), ("arguments_parsed",)),
+        (a_reply(), a_reply(number="call1"), ("ids_not_compared",)),
+        (a_reply(), {key: value for key, value in a_reply().items() if key != "content"}, ("null_equals_absent",)),
+        (a_reply(), a_reply(content=""), ("null_equals_absent",)),
+        (a_reply(), a_reply(content=" \n"), ("reply_edges_trimmed", "null_equals_absent")),
+        # What a null says was not dropped, nor what stands in the message anyway.
+        (a_reply(reasoning_content="hm"), a_reply(reasoning_content="hm", refusal=None), ("null_equals_absent",)),
+        (a_reply(reasoning_content="hm"), a_reply(reasoning_content="hm", _blocks=[1]), ("private_keys_dropped",)),
+        (a_reply(), a_reply(provider_specific_fields={"x": 1}), ("foreign_reply_keys_dropped",)),
+        (a_reply(), a_reply('{"a": 2}'), (KNOWN_BY_CALL_IDS,)),
+        (a_reply(reasoning_content="hm"), a_reply("{}", "call1"), (KNOWN_BY_CALL_IDS, "foreign_reply_keys_dropped")),
+        (a_reply(content="x"), a_reply("{}", content="other"), (KNOWN_BY_CALL_IDS,)),
+        (a_reply(), a_reply("{}", "another"), ()),
+        (
+            {"role": "assistant", "content": "a", "reasoning_content": "hm"},
+            {"role": "assistant", "content": [{"type": "text", "text": "a ", "cache_control": {"type": "ephemeral"}}]},
+            ("foreign_reply_keys_dropped", "text_parts_joined", "reply_edges_trimmed"),
+        ),
+    ],
+)
+def test_an_echo_names_the_rules_that_it_needs(
+    sent: dict[str, Any], echo: dict[str, Any], rules: tuple[str, ...]
+) -> None:
+    assert lenience(sent, echo) == rules
+
+
+def test_a_rule_that_is_switched_off_is_not_named() -> None:
+    thought = a_reply(reasoning_content="hm")
+    assert lenience(thought, a_reply(), off=["foreign_reply_keys_dropped"]) == (KNOWN_BY_CALL_IDS,)
+    assert lenience(thought, a_reply(), off=["foreign_reply_keys_dropped", KNOWN_BY_CALL_IDS]) == ()
+    assert lenience(a_reply(), a_reply("{}"), off=[KNOWN_BY_CALL_IDS]) == ()
+    assert lenience(a_reply(), a_reply(refusal=None), off=["null_equals_absent"]) == ("foreign_reply_keys_dropped",)
+
+
+@given(conversations(), st.lists(st.integers(0, 2), min_size=20, max_size=20))
+def test_the_rules_that_are_named_are_enough_and_none_is_too_much(
+    messages: list[dict[str, Any]], styles: list[int]
+) -> None:
+    for sent, style in zip(messages, styles, strict=False):
+        echo = echoed(sent, style)
+        named = lenience(sent, echo)
+
+        def same_under(rules: set[str], sent: dict[str, Any] = sent, echo: dict[str, Any] = echo) -> bool:
+            bare = Canonical(off=RULES.keys() - rules)
+            return bare.form(sent) == bare.form(echo)
+
+        assert same_under(set(named))
+        assert not any(same_under({*named} - {rule}) for rule in named)
+        assert bool(named) == (sent != echo)
+        assert lenience(sent, json.loads(json.dumps(sent))) == ()
+
+
+def test_an_image_is_the_same_by_its_bytes_and_no_other_one() -> None:
+    canonical = Canonical()
+    other = json.loads(json.dumps(IMAGE).replace("AAAA", "AAAB"))
+    assert canonical.form(IMAGE) == canonical.form(take_out([IMAGE])[0][0]) != canonical.form(other)
+    odd = json.loads(json.dumps(IMAGE).replace("AAAA", "AA*A"))
+    assert canonical.form(odd) != canonical.form(IMAGE)

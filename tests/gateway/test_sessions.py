@@ -72,6 +72,21 @@ def test_of_equal_calls_the_latest_is_the_parent_in_whatever_order_they_come() -
         assert (parent.call_id, shared) == ("call2", 2)
 
 
+@pytest.mark.parametrize("order", [("x", "y"), ("y", "x")])
+def test_of_twins_that_say_the_same_each_goes_on_from_its_own_call(order: tuple[str, str]) -> None:
+    """Two sub-agents with one task may get one reply; what they thought before it is not the same."""
+    session = Session(GRANT, Canonical())
+    for seq, thread in enumerate(order, 1):
+        intent, end = call(thread, None, "same")
+        session.add(structs.replace(intent, agent=AgentIds(thread=thread)), end, seq)
+    digests = session.digests([USER, {"role": "assistant", "content": "same"}])
+    for thread, wanted in (("x", "x"), ("y", "y"), ("z", order[1]), ("", order[1])):
+        found, shared = session.match(fold(ROOT, digests), AgentIds(thread=thread))
+        assert found is not None and (found.call_id, shared) == (wanted, 2)
+        found, _, until = session.nearest(digests, fold(ROOT, digests), AgentIds(thread=thread))
+        assert found is not None and (found.call_id, until) == (wanted, 2)
+
+
 def test_the_first_end_of_a_call_counts() -> None:
     session = Session(GRANT, Canonical())
     session.add(*call("a", None, "one"), 1)
@@ -111,7 +126,7 @@ def session_of(*calls: tuple[CallIntent, CallEnd]) -> Session:
 
 def nearest(session: Session, messages: list[dict[str, Any]]) -> tuple[str | None, int]:
     digests = Canonical().digests(messages)
-    found, shared = session.nearest(digests, fold(ROOT, digests))
+    found, shared, _ = session.nearest(digests, fold(ROOT, digests))
     return (found.call_id if found else None), shared
 
 
@@ -177,3 +192,24 @@ def test_a_reply_is_known_by_the_ids_of_its_calls_whatever_became_of_their_argum
 
 def a_call(number: str, arguments: str) -> dict[str, Any]:
     return {"id": number, "type": "function", "function": {"name": "bash", "arguments": arguments}}
+
+
+def test_a_session_tells_by_which_rules_an_echo_is_its_reply_and_counts_what_it_holds_for_that() -> None:
+    intent, end = call("a", None, "", reply={"role": "assistant", "content": "one", "reasoning_content": "x" * 5000})
+    session = session_of((intent, end))
+    assert session.size_bytes > 5000
+    [found] = [found for found, _ in [session.match(chains("one"))] if found is not None]
+    assert session.lenience(found, {"reasoning_content": "x" * 5000, "content": "one", "role": "assistant"}) == ()
+    assert session.lenience(found, {"role": "assistant", "content": "one"}) == ("foreign_reply_keys_dropped",)
+    strict = Session(GRANT, Canonical(off=["foreign_reply_keys_dropped"]))
+    assert strict.lenience(found, {"role": "assistant", "content": "one"}) == ()
+
+
+def test_the_nearest_reply_is_named_with_its_place() -> None:
+    session = session_of(call("a", None, "one"))
+    messages = [{"role": "user", "content": "rewritten"}, {"role": "assistant", "content": "one"}, USER]
+    digests = Canonical().digests(messages)
+    found, shared, until = session.nearest(digests, fold(ROOT, digests))
+    assert found is not None
+    assert (found.call_id, shared, until) == ("a", 0, 2)
+    assert session.nearest(digests[:1], fold(ROOT, digests[:1])) == (None, 0, 0)

@@ -140,3 +140,45 @@ async def test_a_retry_after_a_broken_stream_supersedes_the_dead_call(stage: Any
     dead, retry = await stage.intents()
     assert (dead.supersedes, retry.supersedes) == (None, dead.call_id)
     assert [end.status for end in await stage.ends()] == ["error", "ok"]
+
+
+async def test_an_intent_names_the_rules_by_which_the_agent_echoed_the_last_reply(stage: Any) -> None:
+    call = {"name": "bash", "arguments": {"command": "ls", "timeout": 5}}
+    await stage.model({"content": "I look.", "reasoning": "hm", "tool_calls": [call]})
+    gateway = await stage.gateway()
+    _, body = await stage.ask(gateway, [USER], tools=TOOLS)
+    reply = body["choices"][0]["message"]
+    assert reply["reasoning_content"] == "hm"
+    [call] = reply["tool_calls"]
+    spaced = msgspec.json.format(call["function"]["arguments"].encode(), indent=2).decode()
+    rewritten = {**call, "function": {**call["function"], "arguments": "{}"}}
+    wrote = {**call, "function": {**call["function"], "arguments": spaced}}
+    bare = {key: value for key, value in reply.items() if not key.startswith("reasoning")}
+    echoes = {
+        (): reply,
+        ("foreign_reply_keys_dropped",): bare,
+        ("arguments_parsed",): {**reply, "tool_calls": [wrote]},
+        ("ids_not_compared",): {**reply, "tool_calls": [{**call, "id": "another"}]},
+        ("foreign_reply_keys_dropped", "ids_not_compared", "reply_edges_trimmed"): {
+            **bare,
+            "content": "I look.\n",
+            "tool_calls": [{**call, "id": "another"}],
+        },
+        ("reply_known_by_call_ids",): {**reply, "tool_calls": [rewritten]},
+    }
+    results = {"role": "tool", "content": "a.txt"}
+    for echo in echoes.values():
+        [number] = [call["id"] for call in echo["tool_calls"]]
+        status, _ = await stage.ask(gateway, [USER, echo, {**results, "tool_call_id": number}], tools=TOOLS)
+        assert status == 200
+    # Of a history that was rewritten, the reply that it still holds; from the log too.
+    cold = await stage.gateway()
+    status, _ = await stage.ask(cold, [{**USER, "content": "hi"}, bare, {**results, "tool_call_id": call["id"]}])
+    assert status == 200
+    first, *others, last = await stage.intents()
+    assert first.lenience == ()
+    assert [intent.lenience for intent in others] == list(echoes)
+    assert {intent.parent for intent in others} == {first.call_id}
+    # Of several equal replies the latest, which has other ids.
+    assert (last.parent, last.drift) == (others[-1].call_id, "system_changed")
+    assert last.lenience == ("foreign_reply_keys_dropped", "ids_not_compared")
