@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any, Final
@@ -48,6 +48,7 @@ IN_FLIGHT_MAX_BYTES: Final = 2_000_000
 REQUEST_TIMEOUT_S: Final = 5.0
 WRITE_TRIES: Final = 12
 PAGE_MESSAGES: Final = 256
+PAGE_BYTES: Final = 4_000_000
 WRITER_HEADER: Final = "Rollyard-Writer"
 BLOB_HEADER: Final = "Rollyard-Blob"
 EXPECTED_SEQ_HEADER: Final = "Nats-Expected-Last-Subject-Sequence"
@@ -200,30 +201,32 @@ class Bus:
                 await asyncio.sleep(0.1)
         raise AssertionError("unreachable")
 
-    async def create(self, subject: str, data: bytes) -> tuple[int, bool]:
+    async def create(self, subject: str, data: bytes, *, headers: Mapping[str, str] | None = None) -> tuple[int, bool]:
         """Create once: the first writer wins for as long as its message is stored.
 
         Returns (sequence of what stands there, whether this call wrote it). Raises BusFull, TooLarge, BusError.
         """
         try:
-            return await self.compare_and_set(subject, data, 0), True
+            return await self.compare_and_set(subject, data, 0, headers=headers), True
         except Conflict:
             standing = await self.last(subject)
             if standing is None:
                 raise BusError(f"{subject} existed and is gone: purged while somebody could create it") from None
             return standing.seq, False
 
-    async def compare_and_set(self, subject: str, data: bytes, expected_seq: int) -> int:
+    async def compare_and_set(
+        self, subject: str, data: bytes, expected_seq: int, *, headers: Mapping[str, str] | None = None
+    ) -> int:
         """Store a message if the newest one of its subject has `expected_seq` (0: none); returns the new sequence.
 
         Raises Conflict when another one stands there, BusFull, TooLarge, BusError.
         """
         writer = secrets.token_hex(8)
-        headers = {EXPECTED_SEQ_HEADER: str(expected_seq), WRITER_HEADER: writer}
-        body = await self._claim_check(data, headers)
+        sent = {**(headers or {}), EXPECTED_SEQ_HEADER: str(expected_seq), WRITER_HEADER: writer}
+        body = await self._claim_check(data, sent)
         for left in reversed(range(WRITE_TRIES)):
             try:
-                return await self._write(subject, body, headers)
+                return await self._write(subject, body, sent)
             except (BusFull, TooLarge):
                 raise
             except BusError as error:
@@ -306,21 +309,35 @@ class Bus:
         In a cluster any replica may answer, and lag: a caller that knows a sequence which must be there checks for it.
         """
         seq = start_seq
-        while until_seq is None or seq <= until_seq:
-            query = {"seq": seq, "next_by_subj": subject_filter, "batch": PAGE_MESSAGES, "max_bytes": 4_000_000}
-            page = await self._replies.ask_many(
-                f"$JS.API.DIRECT.GET.{stream}", msgspec.json.encode(query), is_page_end, REQUEST_TIMEOUT_S
-            )
-            end = page.pop()
-            check_page_end(end, stream)
-            for message in page:
-                stored = await self._from_direct(stream, message)
-                if until_seq is not None and stored.seq > until_seq:
+        page: asyncio.Task[tuple[list[Msg], int]] | None = None
+        try:
+            while until_seq is None or seq <= until_seq:
+                messages, pending = await (page or self._page(stream, subject_filter, seq))
+                if messages:
+                    seq = int((messages[-1].headers or {})["Nats-Sequence"]) + 1
+                if more := bool(messages) and pending > 0 and (until_seq is None or seq <= until_seq):
+                    # The server looks for the next page while this one is worked on.
+                    page = asyncio.create_task(self._page(stream, subject_filter, seq))
+                for message in messages:
+                    stored = await self._from_direct(stream, message)
+                    if until_seq is not None and stored.seq > until_seq:
+                        return
+                    yield stored
+                if not more:
                     return
-                yield stored
-                seq = stored.seq + 1
-            if not page or int((end.headers or {}).get("Nats-Num-Pending", "0")) == 0:
-                return
+        finally:
+            if page is not None and not page.cancel() and not page.cancelled():
+                page.exception()  # nobody waits for it any more
+
+    async def _page(self, stream: str, subject_filter: str, seq: int) -> tuple[list[Msg], int]:
+        """The next messages from `seq` on, and how many the server has behind them."""
+        query = {"seq": seq, "next_by_subj": subject_filter, "batch": PAGE_MESSAGES, "max_bytes": PAGE_BYTES}
+        messages = await self._replies.ask_many(
+            f"$JS.API.DIRECT.GET.{stream}", msgspec.json.encode(query), is_page_end, REQUEST_TIMEOUT_S
+        )
+        end = messages.pop()
+        check_page_end(end, stream)
+        return messages, int((end.headers or {}).get("Nats-Num-Pending", "0"))
 
     async def get_direct(self, subject: str) -> Stored | None:
         """The newest message of a subject from any server: cheap, for what is written once and never changed."""
@@ -331,17 +348,16 @@ class Bus:
         return await self._from_direct(stream, reply)
 
     async def _from_direct(self, stream: str, message: Msg) -> Stored:
-        headers = dict(message.headers or {})
-        return await self.resolve(
-            Stored(
-                stream,
-                headers.pop("Nats-Subject"),
-                int(headers.pop("Nats-Sequence")),
-                unix_ms(headers.pop("Nats-Time-Stamp")),
-                message.data,
-                headers,
-            )
+        headers = message.headers or {}
+        stored = Stored(
+            stream,
+            headers.pop("Nats-Subject"),
+            int(headers.pop("Nats-Sequence")),
+            unix_ms(headers.pop("Nats-Time-Stamp")),
+            message.data,
+            headers,
         )
+        return await self.resolve(stored) if BLOB_HEADER in headers else stored
 
     async def resolve(self, stored: Stored) -> Stored:
         """The same message, its body fetched from the blob store when it is a pointer. Raises BlobError."""

@@ -1,8 +1,9 @@
-"""The controller: closes groups, carries cancels to rollouts that nobody holds, and sweeps up after dead places.
+"""The controller: closes groups, carries cancels to rollouts that nobody holds, sweeps up after dead places, and raises
+alarms about runs.
 
 It never writes a rollout's state. For a state that cannot go on by itself it publishes a takeover, again at each tick,
 to a stage whose compare-and-set does the rest. It holds nothing that it cannot rebuild, and several may run.
-Contract: docs/architecture.md sections 5.2, 5.8 and 8.
+Contract: docs/architecture.md sections 5.2, 5.8, 5.13 and 8.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from typing import Final
 
 import structlog
 
+from rollyard.pipeline.alarms import AlarmWatch
 from rollyard.pipeline.bus import Bus
 from rollyard.pipeline.cancels import Cancels
 from rollyard.pipeline.codec import encode
+from rollyard.pipeline.config import AlarmsConfig, Config
 from rollyard.pipeline.groups import close_if_complete
 from rollyard.pipeline.kv import Bucket
 from rollyard.pipeline.leases import LeaseView
@@ -39,8 +42,11 @@ ANYWHERE: Final = "any"
 class Controller:
     """One controller. `await Controller(bus).run(stop)`."""
 
-    def __init__(self, bus: Bus, *, lease_s: float = 30.0, tick_s: float = TICK_S) -> None:
+    def __init__(
+        self, bus: Bus, *, lease_s: float = 30.0, tick_s: float = TICK_S, alarms: AlarmsConfig | None = None
+    ) -> None:
         self._bus = bus
+        self._alarms = AlarmWatch(bus, alarms or AlarmsConfig())
         self._lease_s = lease_s
         self._tick_s = tick_s
         self._live: dict[str, RolloutState] = {}
@@ -53,6 +59,7 @@ class Controller:
         async with (
             watching(self._follow_rollouts),
             watching(self._follow_tasks),
+            watching(self._watch_alarms),
             LeaseView.following(self._bus, subjects.NODES) as nodes,
             LeaseView.following(self._bus, subjects.GATEWAYS) as gateways,
             Cancels.following(self._bus) as cancels,
@@ -95,6 +102,10 @@ class Controller:
                 self._open_tasks.pop(key, None)
             else:
                 self._open_tasks[key] = progress
+
+    async def _watch_alarms(self, ready: asyncio.Event) -> None:
+        ready.set()  # to count what is stored may take long: no cancel and no dead place waits for that
+        await self._alarms.run()
 
     async def _sweep(self, nodes: LeaseView, cancels: Cancels) -> None:
         await self._bus.api("INFO")  # nobody is dead as long as the bus itself is
@@ -164,9 +175,9 @@ def _of_place(place: str) -> Iterator[tuple[str, str]]:
         yield subjects.stage_filter(stage, place), subjects.stage_consumer(stage, place)
 
 
-async def run_controller(bus: Bus, stop: asyncio.Event, *, lease_s: float) -> None:
+async def run_controller(bus: Bus, stop: asyncio.Event, config: Config) -> None:
     """Run one controller until `stop` is set."""
-    await Controller(bus, lease_s=lease_s).run(stop)
+    await Controller(bus, lease_s=config.worker.lease_s, alarms=config.alarms).run(stop)
 
 
 __all__ = ["Controller", "run_controller"]

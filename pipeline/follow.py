@@ -24,12 +24,19 @@ class CaughtUp:
 
 
 async def follow(
-    bus: Bus, stream: str, subject_filter: str, *, start_seq: int = 1, newest_of_each: bool = False
+    bus: Bus,
+    stream: str,
+    subject_filter: str,
+    *,
+    start_seq: int = 1,
+    newest_of_each: bool = False,
+    headers_only: bool = False,
 ) -> AsyncIterator[Stored | CaughtUp]:
     """Messages under a filter in stream order, without end; one CaughtUp when the stored ones are through.
 
-    `newest_of_each` begins with the newest message of each subject. A lost connection, a server restart or a gap makes
-    a new consumer after the last message that was handed out; nothing is skipped or repeated.
+    `newest_of_each` begins with the newest message of each subject; `headers_only` leaves out the bodies. A lost
+    connection, a server restart or a gap makes a new consumer after the last message that was handed out; nothing is
+    skipped or repeated.
     """
     seq = start_seq
     told = False
@@ -37,6 +44,8 @@ async def follow(
         policy: dict[str, Any] = {"deliver_policy": "by_start_sequence", "opt_start_seq": max(seq, 1)}
         if newest_of_each and seq == start_seq:
             policy = {"deliver_policy": "last_per_subject"}
+        if headers_only:
+            policy["headers_only"] = True
         try:
             async for item in _attempt(bus, stream, subject_filter, policy):
                 if isinstance(item, CaughtUp):
@@ -93,7 +102,8 @@ async def _attempt(
             expected += 1
             time_ms = int(tokens[-2]) // 1_000_000
             headers = dict(message.headers or {})
-            yield await bus.resolve(Stored(stream, message.subject, seq, time_ms, message.data, headers))
+            stored = Stored(stream, message.subject, seq, time_ms, message.data, headers)
+            yield stored if "headers_only" in policy else await bus.resolve(stored)
             if pending == 0:
                 yield CaughtUp()
     finally:

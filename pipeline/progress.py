@@ -8,6 +8,7 @@ from typing import Annotated, Final
 
 from msgspec import Meta, Struct
 
+from rollyard.pipeline.alarms import kinds_raised
 from rollyard.pipeline.bus import Bus
 from rollyard.pipeline.kv import Bucket
 from rollyard.schemas import subjects
@@ -33,6 +34,7 @@ class RunStatus(Struct, frozen=True, kw_only=True):
     groups: Annotated[int, Meta(description="complete groups")] = 0
     ended: Annotated[dict[str, int] | None, Meta(description="ended rollouts by status; null: not asked for")] = None
     dead: Annotated[int, Meta(description="messages put aside in DEAD")] = 0
+    alarms: Annotated[tuple[str, ...], Meta(description="kinds of alarms that it raised")] = ()
     policy_version: Annotated[int | None, Meta(description="newest that the trainer announced; null: none")] = None
     tokens: Annotated[int | None, Meta(description="tokens sampled so far; null: not known")] = None
     model_servers: Annotated[int | None, Meta(description="model servers in the pool; null: not known")] = None
@@ -67,6 +69,7 @@ async def run_status(bus: Bus, run: str, *, statuses: bool = True, tokens: int |
         groups=await _count(bus, subjects.SAMPLES, f"group.{name}.*"),
         ended=await _ended(bus, name) if statuses else None,
         dead=await _count(bus, subjects.DEAD, f"dead.*.{name}"),
+        alarms=await kinds_raised(bus, run),
         policy_version=policy[0].version if policy else None,
         tokens=tokens,
         model_servers=len([key async for key, _, _ in Bucket[LlmServer](bus, subjects.LLM_SERVERS, LlmServer).items()]),
@@ -102,6 +105,7 @@ def render_status(status: RunStatus, previous: RunStatus | None, elapsed_s: floa
     stages = [f"{stage} {count}" for stage, count in status.stages.items()]
     ends = [f"{status.ended[key]} {key}" for key in sorted(status.ended)] if status.ended else []
     ends += [f"{status.dead} in DEAD"] if status.dead else []
+    ends += [f"ALARM {kind}: see `rollyard alarms`" for kind in status.alarms]
     if status.model_servers == 0 and status.stages.get("run"):
         ends.append("no model server is registered: see `rollyard llm add`")
     waiting = [f"admit {status.tasks_waiting}"] if status.tasks_waiting else []

@@ -15,6 +15,7 @@ from rollyard.schemas import subjects
 from rollyard.schemas.errors import BusError, BusFull
 
 _SECOND_NS: Final = 1_000_000_000
+_MIB: Final = 1 << 20
 _GIB: Final = 1 << 30
 MAX_MSG_BYTES: Final = 1_000_000
 
@@ -27,6 +28,7 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     log_max_bytes: Annotated[int, Meta(description="every call and every step")] = 64 * _GIB
     samples_max_bytes: Annotated[int, Meta(description="deliveries that nobody has trimmed")] = 32 * _GIB
     dead_max_bytes: Annotated[int, Meta(description="messages put aside for people")] = 1 * _GIB
+    alarms_max_bytes: Annotated[int, Meta(description="alarms of runs")] = 64 * _MIB
     replicas: Annotated[int, Meta(description="copies of each stream, on as many servers of a cluster")] = 1
 
 
@@ -34,6 +36,7 @@ def stream_configs(limits: Limits) -> list[dict[str, Any]]:
     """The configuration of every stream, the ones behind the buckets included, in the server's own terms."""
     work = {"retention": "workqueue", "discard": "new"}
     kept = {"retention": "limits", "discard": "new", "allow_direct": True}
+    newest = {"retention": "limits", "discard": "old", "allow_direct": True}
     bare: list[dict[str, Any]] = [
         {"name": subjects.TASKS, "subjects": ["task.*"], "max_bytes": limits.tasks_max_bytes, **work},
         {"name": subjects.STAGES, "subjects": ["stage.>"], "max_bytes": limits.stages_max_bytes, **work},
@@ -58,10 +61,9 @@ def stream_configs(limits: Limits) -> list[dict[str, Any]]:
                 "$JS.EVENT.ADVISORY.CONSUMER.MSG_TERMINATED.>",
             ],
             "max_bytes": limits.dead_max_bytes,
-            "retention": "limits",
-            "discard": "old",
-            "allow_direct": True,
+            **newest,
         },
+        {"name": subjects.ALARMS, "subjects": ["alarm.*.*"], "max_bytes": limits.alarms_max_bytes, **newest},
     ]
     buckets = [
         {

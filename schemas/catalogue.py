@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from rollyard.schemas import call, failure, fleet, packed, policy, rollout, sample, task, weights
+from rollyard.schemas import alarm, call, failure, fleet, packed, policy, rollout, sample, task, weights
 from rollyard.schemas.errors import ConfigError
 
 RECORDS: dict[str, type] = {
@@ -27,6 +27,7 @@ RECORDS: dict[str, type] = {
         sample.Delivery,
         sample.Group,
         failure.Failure,
+        alarm.Alarm,
         fleet.Lease,
         fleet.LlmServer,
         fleet.PolicyVersion,

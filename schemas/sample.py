@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from msgspec import Meta, Struct, field
 
@@ -48,6 +48,9 @@ DriftReason = Literal[
     "dead_reply_kept",
     "unknown",
 ]
+STRUCTURAL: Final[frozenset[DriftReason]] = frozenset({"compaction", "sub_agent", "retry"})
+"""Reasons that belong to how an agent works: such a call is to begin a branch, and nothing was lost by it."""
+
 LinkKind = Literal["sub_agent", "compaction", "resume", "retry"]
 
 

@@ -18,6 +18,7 @@ STAGES: Final = "STAGES"
 LOG: Final = "LOG"
 SAMPLES: Final = "SAMPLES"
 DEAD: Final = "DEAD"
+ALARMS: Final = "ALARMS"
 
 RUNS: Final = "runs"
 TASK_BUCKET: Final = "tasks"
@@ -29,6 +30,16 @@ LLM_SERVERS: Final = "llm_servers"
 GATEWAYS: Final = "gateways"
 NODES: Final = "nodes"
 BUCKETS: Final = (RUNS, TASK_BUCKET, ROLLOUTS, SESSIONS, POLICY, CANCEL, LLM_SERVERS, GATEWAYS, NODES)
+
+_STREAMS: Final = {
+    "task": TASKS,
+    "stage": STAGES,
+    "log": LOG,
+    "sample": SAMPLES,
+    "group": SAMPLES,
+    "dead": DEAD,
+    "alarm": ALARMS,
+}
 
 WEIGHTS_SUBJECT: Final = "gateway.weights"
 """Where gateways, as one queue group, take weight updates: a plain request with many replies, stored nowhere."""
@@ -100,6 +111,11 @@ def dead_subject(stage: str, run: str) -> str:
     return f"dead.{stage}.{token(run)}"
 
 
+def alarm_subject(run: str, kind: str) -> str:
+    """Where the one alarm of a kind that a run raised stands."""
+    return f"alarm.{token(run)}.{kind}"
+
+
 def gateway_pool_subject(incarnation: str) -> str:
     """Where one gateway answers what it sees of the pool of model servers: plain request and reply, stored nowhere."""
     return f"gateway.{token(incarnation)}.pool"
@@ -146,6 +162,6 @@ def stream_of(subject: str) -> str:
     if head == "$KV":
         return kv_stream(rest.partition(".")[0])
     try:
-        return {"task": TASKS, "stage": STAGES, "log": LOG, "sample": SAMPLES, "group": SAMPLES, "dead": DEAD}[head]
+        return _STREAMS[head]
     except KeyError:
         raise ValueError(f"no stream holds {subject!r}") from None

@@ -89,7 +89,7 @@ def test_documents_name_commands_that_exist() -> None:
 
 def test_the_architecture_names_every_stream_and_bucket() -> None:
     text = (ROOT / "docs/architecture.md").read_text()
-    streams = ("TASKS", "STAGES", "LOG", "SAMPLES", "DEAD")
+    streams = ("TASKS", "STAGES", "LOG", "SAMPLES", "DEAD", "ALARMS")
     assert [name for name in streams if f"\n| {name} | `" not in text] == []
     assert set(re.findall(r"^\| `(\w+)` \| `<", text, re.MULTILINE)) == set(subjects.BUCKETS)
 

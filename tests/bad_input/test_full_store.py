@@ -39,6 +39,7 @@ SMALL = Limits(
     log_max_bytes=2 * MB,
     samples_max_bytes=2 * MB,
     dead_max_bytes=2 * MB,
+    alarms_max_bytes=1 * MB,
 )
 
 

@@ -12,6 +12,7 @@ from rollyard.pipeline.blobs import BlobStore
 from rollyard.pipeline.bus import WRITER_HEADER, Bus
 from rollyard.pipeline.embedded import EmbeddedNats, nats_server
 from rollyard.pipeline.follow import CaughtUp, follow
+from rollyard.pipeline.jetstream import Stored
 from rollyard.pipeline.kv import Bucket
 from rollyard.pipeline.streams import Limits, ensure
 from rollyard.schemas.errors import BlobError, BusError, BusFull, Conflict, TooLarge
@@ -85,6 +86,20 @@ async def test_large_bodies_go_by_the_blob_store(bus: Bus) -> None:
     assert [m.data async for m in bus.read("LOG", "log.r.>")] == [body]
     raw = await bus.api("STREAM.MSG.GET.LOG", {"seq": seq})
     assert "data" not in raw["message"]
+
+
+async def test_headers_are_followed_without_bodies_and_blobs(bus: Bus) -> None:
+    """Nothing is fetched: the reader of headers has no blob store."""
+    await bus.create("log.r.x.call", b"z" * 700_000, headers={"Rollyard-Calls": "3"})
+    await bus.create("log.r.y.call", b"body", headers={"Rollyard-Calls": "4"})
+    bus.blobs = None
+    flow = follow(bus, "LOG", "log.>", headers_only=True)
+    read = [await anext(flow) for _ in range(2)]
+    await flow.aclose()  # type: ignore[attr-defined]
+    assert [(item.headers["Rollyard-Calls"], item.data) for item in read if isinstance(item, Stored)] == [
+        ("3", b""),
+        ("4", b""),
+    ]
 
 
 async def test_without_a_blob_store_large_bodies_are_refused(nats: EmbeddedNats) -> None:

@@ -10,7 +10,7 @@ import pytest
 from msgspec import structs
 
 from rollyard.pipeline.codec import decode, encode, encode_json
-from rollyard.schemas import call, failure, fleet, policy, rollout, sample, task, weights
+from rollyard.schemas import alarm, call, failure, fleet, policy, rollout, sample, task, weights
 from rollyard.schemas.catalogue import RECORDS, json_schema
 from rollyard.schemas.errors import ConfigError, DecodeError
 from rollyard.schemas.packed import Logprobs, LossMask, TokenIds, Versions
@@ -52,6 +52,7 @@ EXAMPLES: list[Any] = [
     sample.Delivery(**IDS, group_size=1, status="completed", samples=(SAMPLE,)),
     sample.Group(run="r", task_id="t", group_id="t", size=1),
     failure.Failure.of("llm", "no model"),
+    alarm.Alarm(run="r", kind="drift", message="m", value=0.25),
     fleet.Lease(owner="o", lease_s=1.5),
     fleet.LlmServer(server_id="s", url="http://x", engine="vllm"),
     fleet.PolicyVersion(run="r", version=3),
@@ -110,7 +111,7 @@ def test_a_user_sees_what_is_required() -> None:
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"no record is called 'Tusk' .choose one of CallEnd, CallIntent, "):
+    with pytest.raises(ConfigError, match=r"no record is called 'Tusk' .choose one of Alarm, CallEnd, CallIntent, "):
         json_schema("Tusk")
 
 

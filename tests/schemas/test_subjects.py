@@ -49,6 +49,7 @@ def test_rollout_ids_are_a_function_of_run_task_index(run: str, task: str, one: 
         ("sample.r.g.0", "SAMPLES"),
         ("group.r.g", "SAMPLES"),
         ("dead.init.r", "DEAD"),
+        ("alarm.r.drift", "ALARMS"),
         ("$KV.rollouts.r.x", "KV_rollouts"),
     ],
 )

@@ -21,7 +21,8 @@ def add(commands: Commands) -> None:
     worker.add_argument("--slots", type=_positive, help="messages of each stage worked on at a time")
     gateway = command(commands, "gateway", run_gateway, "serve agents and log their model calls")
     gateway.add_argument("--port", type=port_number, help="port to listen on")
-    command(commands, "controller", run_controller, "close groups, honour cancels, move work away from dead places")
+    controls = "close groups, honour cancels, move work away from dead places, raise alarms"
+    command(commands, "controller", run_controller, controls)
     sink = command(commands, "sink", run_sink, "write the sample stream to Parquet files")
     sink.add_argument("--skip-gap", action="store_true", help="go on after deliveries that were trimmed before")
     # These two read their own arguments: see PASSED_ON in __init__.py.
@@ -86,7 +87,7 @@ async def _control(config: Config, stop: asyncio.Event) -> None:
 
     async with connected(config, "controller", wait_s=60.0) as bus:
         await ensure(bus, config.limits)
-        await control(bus, stop, lease_s=config.worker.lease_s)
+        await control(bus, stop, config)
 
 
 def run_sink(args: argparse.Namespace) -> int:
