@@ -56,7 +56,7 @@ _SAMPLE_COLUMNS: Final[list[tuple[str, pa.DataType, str]]] = [
     ("policy_versions", pa.list_(pa.int32()), "weights of each sampled token, else -1, shape [n]"),
     ("reward", pa.float64(), "of the rollout; null: none, never 0 instead"),
     ("logprob_kind", pa.string(), "raw, processed or unknown"),
-    ("messages", pa.string(), "JSON: the whole conversation, OpenAI Chat form"),
+    ("messages", pa.string(), "JSON: the whole conversation, OpenAI Chat form; images as blob:<SHA-256>"),
     ("tools", pa.string(), "JSON: tool definitions of the last call; null: none"),
     ("calls", pa.list_(pa.string()), "ids of the calls of this branch, first to last"),
     ("model", pa.string(), "served model of the last call"),

@@ -22,6 +22,7 @@ from typing import Any, Final, TypeVar
 from msgspec import structs
 
 from rollyard.pipeline import results
+from rollyard.pipeline.alarms import alarms
 from rollyard.pipeline.blobs import BlobStore
 from rollyard.pipeline.bus import Bus
 from rollyard.pipeline.codec import decode, encode
@@ -31,11 +32,14 @@ from rollyard.pipeline.pool_client import PoolClient, check_version
 from rollyard.pipeline.progress import RunStatus, run_status
 from rollyard.pipeline.reader import AckMode, Reader
 from rollyard.pipeline.results import GroupBatch
+from rollyard.pipeline.samplepolicy import as_policy, check_same
 from rollyard.pipeline.single_error import single_error
 from rollyard.pipeline.taskfile import Check, TaskFile, check_tasks, decode_task, read_task_file
 from rollyard.schemas import subjects
+from rollyard.schemas.alarm import Alarm
 from rollyard.schemas.errors import BlobError, BusError, ConfigError, Conflict, TaskError, WaitTimeout
 from rollyard.schemas.fleet import Cancel, DeadLetter, PolicyVersion, Run
+from rollyard.schemas.policy import SamplePolicy
 from rollyard.schemas.sample import Delivery, Sample
 from rollyard.schemas.task import Task, TaskProgress
 
@@ -68,15 +72,18 @@ async def connect(
     blobs: str | Path | None = None,
     ack_wait_s: float = ACK_WAIT_S,
     training: bool = True,
+    samples: SamplePolicy | Mapping[str, Any] | None = None,
 ) -> AsyncIterator[Client]:
     """Connect to a running Rollyard as the trainer of `run`.
 
     `url` and `blobs`, the folder of large payloads, come from the variable ROLLYARD_NATS_URL and the configuration
     (ROLLYARD_CONFIG, ./rollyard.toml) where they are not given. `ack_wait_s`: results that a trainer held when it died
     come again after so long. `training=False` makes a new run one for evaluation, which may use model servers that
-    return no token ids. Raises BusError when nobody answers there, ConfigError for a run's name that cannot be.
+    return no token ids. `samples` is the sample policy of a new run, for tasks that have none. Raises BusError when
+    nobody answers there, ConfigError for a run's name that cannot be, or for another policy than the run has.
     """
     _check_name(run)
+    policy = as_policy(samples) if samples is not None else None
     config, _ = find_config()
     address = url or os.environ.get(URL_VARIABLE) or config.nats.url
     store = BlobStore(Path(blobs) if blobs is not None else config.blobs_dir())
@@ -88,7 +95,8 @@ async def connect(
                 f"NATS at {address} answers, but Rollyard's streams are not there: {error.message}",
                 hint="start `rollyard up`, or point the url at the server that it uses",
             ) from error
-        client = Client(bus, run, ack_wait_s=ack_wait_s, training=training)
+        client = Client(bus, run, ack_wait_s=ack_wait_s, training=training, samples=policy)
+        await client.check_policy()
         try:
             yield client
         finally:
@@ -98,11 +106,21 @@ async def connect(
 class Client(PoolClient):
     """A trainer's view of one run. Make one with `connect`."""
 
-    def __init__(self, bus: Bus, run: str, *, ack_wait_s: float = ACK_WAIT_S, training: bool = True) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        run: str,
+        *,
+        ack_wait_s: float = ACK_WAIT_S,
+        training: bool = True,
+        samples: SamplePolicy | None = None,
+    ) -> None:
         super().__init__(bus)
         self.run = run
         self._ack_wait_s = ack_wait_s
         self._training = training
+        self._policy = samples
+        self._runs = Bucket[Run](bus, subjects.RUNS, Run)
         self._tasks = Bucket[TaskProgress](bus, subjects.TASK_BUCKET, TaskProgress)
         self._submitted: dict[str, str] = {}
         self._first_dead_seq = 0
@@ -114,10 +132,11 @@ class Client(PoolClient):
         """Publish tasks: one, several, or those of a JSONL file (a path). All are checked before any is published.
 
         A task that the run has with the same content counts as repeated and is not published; one whose id has other
-        content is refused. To submit the same tasks again after an error is safe. Raises TaskError, BusError,
-        BlobError.
+        content is refused. To submit the same tasks again after an error is safe. Raises TaskError, ConfigError for
+        another sample policy than the run has, BusError, BlobError.
         """
         given = _read(tasks, check)
+        await self.check_policy()
         standing = await self._standing(given.tasks)
         clashes = [task.id for task in given.tasks if standing.get(task.id, "") not in ("", task.content_hash())]
         if clashes:
@@ -174,12 +193,19 @@ class Client(PoolClient):
         """Before the first task: write down the run's name, since subjects may hold only a hash of it."""
         if self._first_dead_seq:
             return
-        runs = Bucket[Run](self.bus, subjects.RUNS, Run)
-        with suppress(Conflict):
-            run = Run(run=self.run, created_ms=_now_ms(), training=self._training)
-            await runs.create(subjects.token(self.run), run)
+        policy = self._policy or SamplePolicy()
+        run = Run(run=self.run, created_ms=_now_ms(), training=self._training, samples=policy)
+        try:
+            await self._runs.create(subjects.token(self.run), run)
+        except Conflict:
+            await self.check_policy()
         dead = await self.bus.stream_info(subjects.DEAD)
         self._first_dead_seq = int(dead["state"]["last_seq"]) + 1
+
+    async def check_policy(self) -> None:
+        """Raises ConfigError when the run has another sample policy than this client was given."""
+        if self._policy is not None and (standing := await self._runs.get(subjects.token(self.run))) is not None:
+            check_same(self.run, standing[0].samples, self._policy)
 
     async def cancel(
         self, task_id: str | None = None, index: int | None = None, *, reason: str = "cancelled by the trainer"
@@ -216,6 +242,10 @@ class Client(PoolClient):
         """Complete groups only: each with a delivery for every rollout, ordered by index."""
         return self._keep(results.group_reader(self.bus, self.run, durable, ack, self._ack_wait_s))
 
+    async def blob(self, reference: str) -> bytes:
+        """The bytes of an image that a sample's messages refer to, by its url `blob:<name>`. Raises BlobError."""
+        return await self.bus.contents.blob(reference)
+
     def _keep(self, reader: Reader[T]) -> Reader[T]:
         self._readers.append(reader)
         return reader
@@ -234,12 +264,12 @@ class Client(PoolClient):
         For all others it is the model of the task. Holds for new calls, in place of what was set before.
         """
         await self._announce()
-        runs, key = Bucket[Run](self.bus, subjects.RUNS, Run), subjects.token(self.run)
+        key = subjects.token(self.run)
         while True:
-            standing = await runs.get(key)
+            standing = await self._runs.get(key)
             assert standing is not None
             with suppress(Conflict):
-                await runs.update(key, structs.replace(standing[0], models=dict(models)), standing[1])
+                await self._runs.update(key, structs.replace(standing[0], models=dict(models)), standing[1])
                 return
 
     async def publish_policy_version(self, version: int, *, force: bool = False) -> None:
@@ -264,6 +294,10 @@ class Client(PoolClient):
         """The announced version, or None: where a trainer that starts again goes on counting."""
         found = await Bucket[PolicyVersion](self.bus, subjects.POLICY, PolicyVersion).get(subjects.token(self.run))
         return found[0].version if found else None
+
+    async def alarms(self) -> list[Alarm]:
+        """What is wrong with the run, oldest first: see `Alarm`. Each kind is raised once; none is taken back."""
+        return [alarm async for alarm in alarms(self.bus, self.run)]
 
     async def status(self) -> RunStatus:
         """How far the run is."""

@@ -29,6 +29,7 @@ Port = Annotated[int, Meta(ge=0, le=65535)]
 Positive = Annotated[float, Meta(gt=0)]
 Count = Annotated[int, Meta(ge=1)]
 Share = Annotated[float, Meta(gt=0, le=1)]
+Portion = Annotated[float, Meta(ge=0, le=1)]
 WorkerStage = Literal["admit"] | StageName
 
 
@@ -87,6 +88,7 @@ class StoreConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     data: Annotated[str, Meta(description="the data folder")] = ".rollyard"
     blobs: Annotated[str, Meta(description="large payloads; empty: `blobs` in the data folder")] = ""
     samples: Annotated[str, Meta(description="Parquet files; empty: `samples` in the data folder")] = ""
+    archive: Annotated[str, Meta(description="archived logs; empty: `archive` in the data folder")] = ""
 
 
 class AdmitConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -102,6 +104,20 @@ class SinkConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_deliveries: Annotated[Count, Meta(description="deliveries of one cut")] = 2000
     max_bytes: Annotated[Count, Meta(description="encoded bytes of one cut")] = 64_000_000
     max_wait_s: Annotated[Positive, Meta(description="a smaller cut is made after so long")] = 5.0
+
+
+class AlarmsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """When the controller raises an alarm about a run. A share of 1 is never passed: it switches the alarm off."""
+
+    drift_share: Annotated[
+        Portion,
+        Meta(description="share of a run's calls that may drift; compactions, sub-agents and retries are no drift"),
+    ] = 0.2
+    min_calls: Annotated[Count, Meta(description="calls of a run before its drift is judged")] = 100
+    zero_trainable_share: Annotated[
+        Portion, Meta(description="share of the completed rollouts with model calls that may have no token to train on")
+    ] = 0.5
+    min_rollouts: Annotated[Count, Meta(description="such rollouts of a run before that is judged")] = 20
 
 
 class LogConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -120,6 +136,7 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     store: StoreConfig = StoreConfig()
     admit: AdmitConfig = AdmitConfig()
     sink: SinkConfig = SinkConfig()
+    alarms: AlarmsConfig = AlarmsConfig()
     limits: Limits = Limits()
     log: LogConfig = LogConfig()
 
@@ -134,6 +151,10 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def samples_dir(self) -> Path:
         """The folder of Parquet files."""
         return Path(self.store.samples) if self.store.samples else self.data_dir() / "samples"
+
+    def archive_dir(self) -> Path:
+        """The folder of archived logs."""
+        return Path(self.store.archive) if self.store.archive else self.data_dir() / "archive"
 
     def sandboxes_dir(self) -> Path:
         """The folder of local sandboxes."""

@@ -39,7 +39,7 @@ def find_config(
 
 
 class DataFolder:
-    """What is in the folder `root`: nats/, blobs/, sandboxes/, samples/, logs/, secret, admin-token, version, ..."""
+    """What is in the folder `root`: nats/, blobs/, sandboxes/, samples/, archive/, logs/, secret, version, ..."""
 
     def __init__(self, root: Path) -> None:
         self.root = root.absolute()

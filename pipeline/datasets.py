@@ -1,12 +1,13 @@
-"""SQL over the Parquet files of the sink: DuckDB views `samples` and `rollouts`. Columns: pipeline/arrow_schema.py.
+"""SQL over Parquet files: DuckDB views `samples` and `rollouts` of the sink's, `events` of an archive's.
 
-Reading is safe while a sink writes: a file appears under its final name whole.
+Columns: pipeline/arrow_schema.py and pipeline/archive_schema.py. Reading is safe while somebody writes: a file appears
+under its final name whole.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -15,6 +16,7 @@ import duckdb
 import msgspec
 import pyarrow as pa
 
+from rollyard.pipeline.archive_schema import EVENTS_GLOB, EVENTS_SCHEMA
 from rollyard.pipeline.arrow_schema import ROLLOUTS_SCHEMA, SAMPLES_SCHEMA
 from rollyard.schemas import packed
 from rollyard.schemas.errors import ConfigError
@@ -27,29 +29,31 @@ _PACKED: Final = ("token_ids", "loss_mask", "logprobs", "policy_versions")
 _GLOB_SIGN: Final = re.compile(r"[*?\[]")
 _NESTED: Final = ("turns", "links", "drift")
 _NEWER: Final = ("masked", "cut_tokens", "incomplete", "policy")
+_TABLES: Final = "the tables are samples and rollouts, and events of archived runs"
 _JSON: Final = ("messages", "tools", "params", "metadata")
 
 
-def connect(folder: Path) -> duckdb.DuckDBPyConnection:
-    """A connection with the views `samples` and `rollouts`, typed also where there is no file yet.
+def connect(folder: Path, archive: Path | None = None) -> duckdb.DuckDBPyConnection:
+    """A connection with the views `samples` and `rollouts` of `folder`, and with `events` of an archive.
 
-    SQL on it reaches no file but those, and changes no setting.
+    They are typed also where there is no file yet. SQL on it reaches no file but those, and changes no setting.
     """
-    folder = folder.absolute()
-    escaped = _GLOB_SIGN.sub(r"[\g<0>]", str(folder))
+    tables = [(folder, "samples", SAMPLES_GLOB, SAMPLES_SCHEMA), (folder, "rollouts", ROLLOUTS_GLOB, ROLLOUTS_SCHEMA)]
+    if archive is not None:
+        tables.append((archive, "events", EVENTS_GLOB, EVENTS_SCHEMA))
     connection = duckdb.connect()
-    for name, glob, schema in (
-        ("samples", SAMPLES_GLOB, SAMPLES_SCHEMA),
-        ("rollouts", ROLLOUTS_GLOB, ROLLOUTS_SCHEMA),
-    ):
+    allowed: set[str] = set()
+    for root, name, glob, schema in tables:
+        escaped = _GLOB_SIGN.sub(r"[\g<0>]", str(root.absolute()))
+        allowed |= {str(root.absolute()), escaped}
         # The empty table gives every column, also where files of an older release lack the newest ones.
         connection.from_arrow(schema.empty_table()).create(f"no_{name}")
         source = f"SELECT * FROM no_{name}"
-        if next(folder.glob(glob), None) is not None:
+        if next(root.glob(glob), None) is not None:
             files = f"read_parquet({_quoted(f'{escaped}/{glob}')}, union_by_name = true, hive_partitioning = false)"
             source += f" UNION ALL BY NAME SELECT * FROM {files}"
         connection.execute(f"CREATE VIEW {name} AS {source}")
-    connection.execute(f"SET allowed_directories = [{_quoted(str(folder))}, {_quoted(escaped)}]")
+    connection.execute(f"SET allowed_directories = [{', '.join(map(_quoted, sorted(allowed)))}]")
     connection.execute("SET enable_external_access = false")
     connection.execute("SET lock_configuration = true")
     return connection
@@ -59,10 +63,15 @@ def _quoted(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 
-def query(folder: Path, sql: str) -> tuple[list[str], list[tuple[Any, ...]]]:
-    """Run one SELECT; returns (column names, rows). Raises ConfigError for SQL that fails or would write."""
-    with _session(folder) as connection:
-        result = connection.execute(_one_select(connection, sql))
+def query(
+    folder: Path, sql: str, parameters: Sequence[object] = (), *, archive: Path | None = None
+) -> tuple[list[str], list[tuple[Any, ...]]]:
+    """Run one SELECT; returns (column names, rows). Raises ConfigError for SQL that fails or would write.
+
+    `parameters` stand in the SQL as $1, $2 and so on. With an archive there is the table `events` too.
+    """
+    with _session(folder, archive) as connection:
+        result = connection.execute(_one_select(connection, sql), list(parameters))
         return [column[0] for column in result.description], result.fetchall()
 
 
@@ -75,21 +84,21 @@ def query_arrow(folder: Path, sql: str) -> pa.Table:
 
 
 @contextmanager
-def _session(folder: Path) -> Iterator[duckdb.DuckDBPyConnection]:
+def _session(folder: Path, archive: Path | None = None) -> Iterator[duckdb.DuckDBPyConnection]:
     try:
-        with connect(folder) as connection:
+        with connect(folder, archive) as connection:
             yield connection
     except duckdb.Error as error:
         raise ConfigError(
             f"the query failed: {str(error).strip()}",
-            hint="the tables are samples and rollouts; `DESCRIBE samples` tells the columns",
+            hint=f"{_TABLES}; `DESCRIBE samples` tells the columns",
         ) from error
 
 
 def _one_select(connection: duckdb.DuckDBPyConnection, sql: str) -> duckdb.Statement:
     statements = connection.extract_statements(sql)
     if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
-        raise ConfigError("one SELECT is allowed here, nothing else", hint="the tables are samples and rollouts")
+        raise ConfigError("one SELECT is allowed here, nothing else", hint=_TABLES)
     return statements[0]
 
 

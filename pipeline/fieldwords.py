@@ -6,14 +6,17 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 
 import msgspec
 from msgspec import Struct, structs
 
 _UNKNOWN: Final = re.compile(r"Object contains unknown field `(.*)`\Z", re.DOTALL)
+_INVALID: Final = re.compile(r"Invalid enum value ")
 _MISSING: Final = re.compile(r"Object missing required field `(.*)`\Z")
 _TYPES: Final = {
     "str": "a string",
@@ -42,6 +45,8 @@ def explain(error: Exception, raw: Any, kind: type[Struct]) -> str:
         return f"{_join(field, name[:_SHOWN_CHARS])}: unknown field; {_suggest(name, field, kind)}"
     if missing := _MISSING.match(what):
         return f"{_join(field, missing[1])}: is missing; it is required"
+    if _INVALID.match(what):
+        return f"{field}: must be one of {', '.join(_choices(field, kind))}, is {_short(value)}"
     return f"{field}: {_expected(what, value)}" if field else f"a task {_expected(what, value)}"
 
 
@@ -86,10 +91,31 @@ def _known_fields(kind: type[Struct], path: str = "") -> dict[str, tuple[str, ..
     """The fields of a struct and of every struct inside it, by path."""
     found = {path: tuple(field.encode_name for field in structs.fields(kind))}
     for field in structs.fields(kind):
-        inner = get_args(field.type)[0] if get_origin(field.type) is Annotated else field.type
-        if isinstance(inner, type) and issubclass(inner, Struct):
-            found |= _known_fields(inner, _join(path, field.encode_name))
+        for inner in _inside(field.type):
+            if isinstance(inner, type) and issubclass(inner, Struct):
+                found |= _known_fields(inner, _join(path, field.encode_name))
     return found
+
+
+def _inside(hint: Any) -> list[Any]:
+    """A type, or those that a union or an annotation is made of."""
+    if get_origin(hint) is Annotated:
+        return _inside(get_args(hint)[0])
+    if get_origin(hint) in (Union, UnionType):
+        return [inner for part in get_args(hint) for inner in _inside(part)]
+    return [hint]
+
+
+def _choices(field: str, kind: type[Struct]) -> list[str]:
+    """The texts that a field, or each item of it, may be."""
+    here: list[Any] = [kind]
+    for name in re.sub(r"\[[^\]]*\]", "", field).split("."):
+        known = [part for part in here if isinstance(part, type) and issubclass(part, Struct)]
+        types = [each.type for part in known for each in structs.fields(part) if each.encode_name == name]
+        here = [inner for hint in types for inner in _inside(hint)]
+    items = [inner for part in here for item in get_args(part) for inner in _inside(item)]
+    literals = [part for part in here + items if get_origin(part) is Literal]
+    return [json.dumps(text) for part in literals for text in get_args(part)]
 
 
 def _join(path: str, name: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import lru_cache
 from typing import Final
 
 import msgspec
@@ -74,13 +75,24 @@ def parse_headers(raw: bytes) -> dict[str, str]:
 
 def headers_of(lines: list[str]) -> dict[str, str]:
     """`Name: value` lines as a dictionary."""
-    return {key: value.strip() for key, colon, value in (line.partition(":") for line in lines) if colon}
+    headers: dict[str, str] = {}
+    for line in lines:
+        key, colon, value = line.partition(":")
+        if colon:
+            headers[key] = value.strip()
+    return headers
 
 
 def unix_ms(text: str) -> int:
     """RFC 3339 with nanoseconds, as the server writes it, to Unix milliseconds."""
     whole, _, fraction = text.rstrip("Z").partition(".")
-    return int(datetime.fromisoformat(whole + "+00:00").timestamp()) * 1000 + int((fraction + "000")[:3])
+    return _second_ms(whole) + int((fraction + "000")[:3])
+
+
+@lru_cache(maxsize=16)
+def _second_ms(text: str) -> int:
+    # Messages that are read together were stored within few seconds.
+    return int(datetime.fromisoformat(text + "+00:00").timestamp()) * 1000
 
 
 def is_page_end(message: Msg) -> bool:

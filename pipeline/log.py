@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from rollyard.pipeline.bus import Bus
 from rollyard.pipeline.codec import decode
@@ -74,19 +74,25 @@ class RolloutLog:
         return [(stored.seq, decode_event(stored, self.contents)) for stored in self.stored]
 
 
-async def rollouts_of(bus: Bus, run: str, *, until_seq: int | None = None) -> AsyncIterator[RolloutLog]:
-    """Each rollout of a run, in the order of their commits; at the end those without a commit.
+def rollouts_of(bus: Bus, run: str, *, until_seq: int | None = None) -> AsyncIterator[RolloutLog]:
+    """Each rollout of a run in the LOG: see `by_rollout`."""
+    events = bus.read(subjects.LOG, subjects.log_subject(run, "*", "*"), until_seq=until_seq)
+    return by_rollout(events, bus.contents)
 
-    One pass over the log. What it holds at a time is the rollouts that were in flight together: a commit ends a
-    rollout, and what is logged after it is passed over, since nothing after the cut counts.
+
+async def by_rollout(events: AsyncIterator[Stored], contents: Contents) -> AsyncIterator[RolloutLog]:
+    """The rollouts that the events of a run, in log order, make: in the order of their commits; then those without one.
+
+    One pass. What it holds at a time is the rollouts that were in flight together: a commit ends a rollout, and what is
+    logged after it is passed over, since nothing after the cut counts.
     """
     in_flight: dict[str, RolloutLog] = {}
     committed: set[str] = set()
-    async for stored in bus.read(subjects.LOG, subjects.log_subject(run, "*", "*"), until_seq=until_seq):
+    async for stored in events:
         _, _, rollout_id, kind = stored.subject.split(".")
         if rollout_id in committed:
             continue
-        rollout = in_flight.setdefault(rollout_id, RolloutLog(rollout_id, bus.contents))
+        rollout = in_flight.setdefault(rollout_id, RolloutLog(rollout_id, contents))
         rollout.stored.append(stored)
         if kind == "commit":
             rollout.committed = True
@@ -94,3 +100,25 @@ async def rollouts_of(bus: Bus, run: str, *, until_seq: int | None = None) -> As
             yield in_flight.pop(rollout_id)
     for rollout in in_flight.values():
         yield rollout
+
+
+class LogSource(Protocol):
+    """Where replay reads a run's events: the log itself, or an archive of it."""
+
+    def rollouts(self, run: str) -> AsyncIterator[RolloutLog]:
+        """Each rollout of a run, in the order of their commits; at the end those without a commit.
+
+        Raises BusError for the log, ArchiveError for an archive.
+        """
+        ...
+
+
+class BusLog:
+    """The LOG of a bus."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+
+    def rollouts(self, run: str) -> AsyncIterator[RolloutLog]:
+        """See `LogSource`."""
+        return rollouts_of(self._bus, run)

@@ -9,12 +9,39 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from rollyard.schemas.errors import BusAway
+
+
+@dataclass(slots=True)
+class _Gathering:
+    """The answers to one request, until the last one is there."""
+
+    is_last: Callable[[Msg], bool]
+    whole: asyncio.Future[list[Msg]]
+    answers: list[Msg] = field(default_factory=list)
+    timer: asyncio.TimerHandle | None = None
+    seen: int = 0
+    quiet: int = 0
+
+    def add(self, message: Msg) -> None:
+        """Take an answer; what comes after the last one is none."""
+        if self.whole.done():
+            return
+        self.answers.append(message)
+        if self.is_last(message):
+            self.whole.set_result(self.answers)
+
+    def is_silent(self) -> bool:
+        """Whether nothing came since the last two looks: one look alone may be late, after a loop that was held up."""
+        self.quiet = self.quiet + 1 if len(self.answers) == self.seen else 0
+        self.seen = len(self.answers)
+        return self.quiet == 2
 
 
 class Replies:
@@ -25,7 +52,7 @@ class Replies:
         self._prefix = client.new_inbox()
         self._numbers = itertools.count()
         self._single: dict[str, asyncio.Future[Msg]] = {}
-        self._many: dict[str, asyncio.Queue[Msg | None]] = {}
+        self._many: dict[str, _Gathering] = {}
 
     async def start(self) -> None:
         """Subscribe to the inbox. Call once, before the first request."""
@@ -36,8 +63,9 @@ class Replies:
         for answer in self._single.values():
             if not answer.done():
                 answer.set_exception(_lost())
-        for queue in self._many.values():
-            queue.put_nowait(None)
+        for gathering in self._many.values():
+            if not gathering.whole.done():
+                gathering.whole.set_exception(_lost())
 
     async def ask(self, subject: str, data: bytes, headers: dict[str, str] | None, timeout_s: float) -> Msg:
         """One request, one answer. Raises BusAway when none comes within `timeout_s`."""
@@ -55,24 +83,24 @@ class Replies:
 
     async def ask_many(self, subject: str, data: bytes, is_last: Callable[[Msg], bool], timeout_s: float) -> list[Msg]:
         """One request, answers until `is_last` says so, that one included. Raises BusAway after silence."""
+        loop = asyncio.get_running_loop()
         token = str(next(self._numbers))
-        queue: asyncio.Queue[Msg | None] = asyncio.Queue()
-        self._many[token] = queue
-        answers: list[Msg] = []
+        gathering = self._many[token] = _Gathering(is_last, loop.create_future())
+
+        def look() -> None:
+            if gathering.whole.done():
+                return
+            if gathering.is_silent():
+                gathering.whole.set_exception(_silence(subject, timeout_s))
+                return
+            gathering.timer = loop.call_later(timeout_s / 2, look)
+
+        gathering.timer = loop.call_later(timeout_s / 2, look)
         try:
             await self._send(subject, data, f"{self._prefix}.{token}", None)
-            while True:
-                try:
-                    async with asyncio.timeout(timeout_s):
-                        answer = await queue.get()
-                except TimeoutError:
-                    raise _silence(subject, timeout_s) from None
-                if answer is None:
-                    raise _lost()
-                answers.append(answer)
-                if is_last(answer):
-                    return answers
+            return await gathering.whole
         finally:
+            gathering.timer.cancel()
             self._many.pop(token, None)
 
     async def _send(self, subject: str, data: bytes, reply: str, headers: dict[str, str] | None) -> None:
@@ -85,9 +113,9 @@ class Replies:
             if not answer.done():
                 answer.set_result(message)
             return
-        queue = self._many.get(token)
-        if queue is not None:
-            queue.put_nowait(message)
+        gathering = self._many.get(token)
+        if gathering is not None:
+            gathering.add(message)
 
 
 def _give_up(answer: asyncio.Future[Any], subject: str, timeout_s: float) -> None:

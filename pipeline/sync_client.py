@@ -24,8 +24,10 @@ from rollyard.pipeline.progress import RunStatus
 from rollyard.pipeline.reader import AckMode, Reader
 from rollyard.pipeline.results import GroupBatch
 from rollyard.pipeline.taskfile import Check
+from rollyard.schemas.alarm import Alarm
 from rollyard.schemas.errors import BusError, RollyardError
 from rollyard.schemas.fleet import LlmServer
+from rollyard.schemas.policy import SamplePolicy
 from rollyard.schemas.sample import Delivery, Sample
 from rollyard.schemas.weights import WeightReport
 
@@ -40,9 +42,10 @@ def connect_sync(
     blobs: str | Path | None = None,
     ack_wait_s: float = ACK_WAIT_S,
     training: bool = True,
+    samples: SamplePolicy | Mapping[str, Any] | None = None,
 ) -> SyncClient:
     """Connect, as `connect` does. Use the result in a `with` block, or call its `close()`."""
-    return SyncClient(url, run=run, name=name, blobs=blobs, ack_wait_s=ack_wait_s, training=training)
+    return SyncClient(url, run=run, name=name, blobs=blobs, ack_wait_s=ack_wait_s, training=training, samples=samples)
 
 
 class SyncReader(Generic[T]):
@@ -151,6 +154,10 @@ class SyncClient:
         """Complete groups, without end."""
         return SyncReader(self, self._client.groups(durable=durable, ack=ack))
 
+    def blob(self, reference: str) -> bytes:
+        """The bytes of an image that a sample's messages refer to."""
+        return self.call(self._client.blob(reference))
+
     def servers(self) -> list[LlmServer]:
         """Every model server of the pool."""
         return self.call(self._client.servers())
@@ -198,6 +205,10 @@ class SyncClient:
     def policy_version(self) -> int | None:
         """The announced version, or None."""
         return self.call(self._client.policy_version())
+
+    def alarms(self) -> list[Alarm]:
+        """What is wrong with the run, oldest first."""
+        return self.call(self._client.alarms())
 
     def status(self) -> RunStatus:
         """How far the run is."""

@@ -18,6 +18,7 @@ import msgspec
 
 from rollyard.pipeline import codec
 from rollyard.pipeline.fieldwords import TOO_DEEP, explain
+from rollyard.pipeline.samplepolicy import policy_problems
 from rollyard.schemas.errors import DecodeError, TaskError
 from rollyard.schemas.task import MAX_PROMPT_BYTES, SCHEMA_VERSION, Task
 
@@ -189,6 +190,8 @@ def _convert(raw: Any, check: Check | None) -> tuple[Task | None, list[str]]:
 def _content_problems(task: Task) -> list[str]:
     """What no type can say."""
     problems = [*_prompt_problems(task.prompt), *_file_problems(task.sandbox.files)]
+    if task.samples is not None:
+        problems += policy_problems(task.samples, "samples.")
     if task.sandbox.repository is not None:
         problems.append("sandbox.repository: not yet supported; clone it with a command in sandbox.setup")
     for name, value in task.sandbox.env.items():

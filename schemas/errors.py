@@ -118,3 +118,7 @@ class ReplayError(RollyardError, RuntimeError):
     """The log does not reproduce what was committed."""
 
     exit_code = 5
+
+
+class ArchiveError(RollyardError, RuntimeError):
+    """An archive cannot be read, does not hold what the log holds, or may not take its place yet."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from msgspec import Meta, Struct, json
 
@@ -10,6 +10,27 @@ from rollyard.schemas.names import Scenario
 from rollyard.schemas.subjects import digest
 
 Fate = Literal["keep", "mask", "drop"]
+
+LENIENCE_RULES: Final = (
+    "private_keys_dropped",
+    "images_by_content",
+    "cache_control_dropped",
+    "foreign_reply_keys_dropped",
+    "ids_not_compared",
+    "text_parts_joined",
+    "reply_edges_trimmed",
+    "arguments_parsed",
+    "null_equals_absent",
+    "reply_known_by_call_ids",
+    "floating_user_message",
+    "last_user_extended",
+    "volatile_system_lines",
+    "masked_secrets",
+    "trailing_space",
+    "tool_result_reminders",
+    "malformed_tool_input",
+)
+"""What `lenience_off` may name."""
 
 
 class SamplePolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -15,6 +15,7 @@ from msgspec import structs
 from rollyard.pipeline.codec import decode, encode
 from rollyard.pipeline.crash import checkpoint
 from rollyard.pipeline.dead import bury_body
+from rollyard.pipeline.delivery_headers import DeliveryFacts
 from rollyard.pipeline.digest import sample_digest
 from rollyard.pipeline.groups import GroupCloser
 from rollyard.pipeline.handover import MAX_DELIVERIES, Held
@@ -26,9 +27,11 @@ from rollyard.schemas.call import CallIntent
 from rollyard.schemas.errors import BlobError, DecodeError, ReplayError, RollyardError, TaskError
 from rollyard.schemas.failure import Failure
 from rollyard.schemas.fleet import DeadLetter
-from rollyard.schemas.rollout import RolloutEvent, RolloutState, StageName
-from rollyard.schemas.sample import Commit, Delivery, SampleDigest
+from rollyard.schemas.rollout import RolloutState, StageName
+from rollyard.schemas.sample import Commit, SampleDigest
 from rollyard.stages.calls import open_calls
+from rollyard.stages.delivery import delivery_of
+from rollyard.stages.policies import Policies, may_have_samples
 from rollyard.stages.stage import StageContext, gave_up, now_ms
 from rollyard.stages.stitchers.outcome import Outcome
 from rollyard.stages.stitching import STITCHER_VERSION, STITCHERS, outcome_of
@@ -52,6 +55,7 @@ class Aggregate:
         self._bus = context.bus
         self._gateways = gateways
         self._groups = GroupCloser(context.bus)
+        self._policies = Policies(context.bus, context.tasks)
         self._states: Bucket[RolloutState] = Bucket(context.bus, subjects.ROLLOUTS, RolloutState)
 
     async def work(self, held: Held) -> RolloutState:
@@ -92,11 +96,12 @@ class Aggregate:
         rollout = state.rollout
         wait_s = FIRST_WAIT_S
         newest = max(state.closed_seq, state.evaluated_seq)
+        policy = await self._policies.policy_of(state)
         while True:
             events = await read_rollout(
                 self._bus, rollout.run, rollout.rollout_id, at_least=newest, kinds=("call", "life")
             )
-            if state.status in FAILED:
+            if not may_have_samples(state.status, policy):
                 return events
             open_now = open_calls(events, state.attempt, state.closed_seq)
             if not [intent for intent in open_now if await self._may_still_end(intent)]:
@@ -110,7 +115,7 @@ class Aggregate:
         failure = Failure.of(
             "infra",
             gave_up(self.name, held),
-            f"the samples can be made later: rollyard replay --run {rollout.run}",
+            f"the samples can be made later: rollyard replay --run {rollout.run} --recover --out DIR",
         )
         await bury_body(
             self._bus,
@@ -156,7 +161,7 @@ class Aggregate:
                 f"the commit of {rollout.rollout_id} names stitcher {standing.stitcher!r}, which this release lacks",
                 hint="run an aggregator of the release that has it",
             )
-        if standing.status in FAILED:
+        if not standing.cut_seq or not may_have_samples(standing.status, standing.policy):
             return standing, Outcome(), events
         events = await read_rollout(self._bus, rollout.run, rollout.rollout_id, at_least=standing.cut_seq)
         return standing, outcome_of(events, standing), events
@@ -181,6 +186,7 @@ class Aggregate:
             evaluated_seq=state.evaluated_seq,
             lost_calls=tuple(intent.call_id for intent in lost),
             stitcher=STITCHER_VERSION,
+            policy=await self._policies.policy_of(state),
             metadata=await self._metadata(state),
         )
 
@@ -195,39 +201,10 @@ class Aggregate:
             return {}
 
     async def _deliver(self, commit: Commit, outcome: Outcome, events: Events) -> None:
-        by_seq = dict(events)
-        evaluated, ran = (_life(by_seq.get(seq)) for seq in (commit.evaluated_seq, commit.closed_seq))
-        calls = {
-            event.call_id
-            for seq, event in events
-            if isinstance(event, CallIntent) and event.attempt == commit.attempt and seq <= commit.cut_seq
-        }
-        delivery = Delivery(
-            run=commit.run,
-            task_id=commit.task_id,
-            group_id=commit.group_id,
-            group_size=commit.group_size,
-            rollout_id=commit.rollout_id,
-            index=commit.index,
-            attempt=commit.attempt,
-            status=commit.status,
-            failure=commit.failure,
-            reward=evaluated.reward if evaluated else None,
-            metrics=evaluated.metrics if evaluated else {},
-            answer=ran.result.answer if ran and ran.result else "",
-            calls=len(calls),
-            excluded=dict(outcome.excluded),
-            drift=dict(outcome.drift),
-            samples=outcome.samples,
-            metadata=commit.metadata,
-        )
+        delivery = delivery_of(commit, outcome, events)
         subject = subjects.sample_subject(commit.run, commit.group_id, commit.index)
-        await self._bus.create(subject, encode(delivery))
+        await self._bus.create(subject, encode(delivery), headers=DeliveryFacts.of(delivery).headers())
 
 
 def _commit_subject(state: RolloutState) -> str:
     return subjects.log_subject(state.rollout.run, state.rollout.rollout_id, "commit")
-
-
-def _life(event: LogEvent | None) -> RolloutEvent | None:
-    return event if isinstance(event, RolloutEvent) else None

@@ -56,6 +56,7 @@ class Eval:
                 worker=self._context.worker,
                 reward=verdict.reward,
                 metrics=dict(verdict.metrics),
+                turn_rewards=tuple(verdict.turn_rewards),
             )
         )
         effects = (DestroySandbox(attempt=state.attempt, sandbox=state.sandbox),)

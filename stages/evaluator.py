@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, Final, Protocol, Self
 
 import msgspec
 from msgspec import Struct
 
 from rollyard.pipeline.plugins import Catalogue
-from rollyard.schemas.errors import TaskError
+from rollyard.schemas.errors import EvaluationError, TaskError
 from rollyard.schemas.rollout import AgentResult
 from rollyard.schemas.task import Task
 from rollyard.stages.sandbox import Sandbox
@@ -33,10 +36,30 @@ RULES: Final = Catalogue(
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The reward of a rollout. None means that there is none, and is never replaced by 0."""
+    """The reward of a rollout. None means that there is none, and is never replaced by 0.
+
+    `turn_rewards` are those of the main agent's calls, in their order; a list that is too short or has None leaves
+    calls without one. Raises EvaluationError when one is no finite number.
+    """
 
     reward: float | None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    turn_rewards: Sequence[float | None] = ()
+
+    def __post_init__(self) -> None:
+        try:
+            rewards = tuple(None if each is None else finite(each) for each in self.turn_rewards)
+        except TypeError as error:
+            raise EvaluationError(f"turn_rewards: {error}", hint="give a list of finite numbers and None") from error
+        object.__setattr__(self, "turn_rewards", rewards)
+
+
+def finite(value: object) -> float:
+    """The value as a number, numpy's too. Raises TypeError when it is none, or not finite."""
+    with suppress(OverflowError):
+        if isinstance(value, Real) and math.isfinite(number := float(value)):
+            return number
+    raise TypeError(f"{value!r:.50} is no finite number")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

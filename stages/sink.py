@@ -169,7 +169,7 @@ class Sink:
         if not self._skip_gap:
             raise SetupError(
                 f"SAMPLES does not hold {gap_begins} to {gap_ends} any more, and no file in {self.folder} does",
-                hint="their samples are still in the log: `rollyard replay --run RUN` rebuilds those of a run; "
+                hint="their samples are still in the log: `rollyard replay --run RUN --out DIR` writes those of a run; "
                 "`rollyard sink --skip-gap` goes on after the gap",
             )
         log.error("sink_gap_skipped", first=gap_begins, last=gap_ends)

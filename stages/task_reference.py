@@ -66,9 +66,9 @@ def _struct(kind: type[Struct], path: str) -> Iterator[str]:
         yield from (f"### {path}", "", (kind.__doc__ or "").strip(), "")
     yield from _table(kind)
     for field in _fields(kind):
-        inner = _bare(field.type)
-        if isinstance(inner, inspect.StructType):
-            yield from _struct(inner.cls, f"{path}.{field.name}".lstrip("."))
+        for inner in _parts(field.type):
+            if isinstance(inner, inspect.StructType):
+                yield from _struct(inner.cls, f"{path}.{field.name}".lstrip("."))
 
 
 def _table(kind: type[Struct]) -> Iterator[str]:
@@ -94,10 +94,15 @@ def _bare(kind: inspect.Type) -> inspect.Type:
     return kind.type if isinstance(kind, inspect.Metadata) else kind
 
 
+def _parts(kind: inspect.Type) -> list[inspect.Type]:
+    """A type, or those that it is the union of, without their descriptions."""
+    kind = _bare(kind)
+    return [_bare(part) for part in kind.types] if isinstance(kind, inspect.UnionType) else [kind]
+
+
 def _type(kind: inspect.Type) -> str:
     """The type in words, then the limits of its value."""
-    kind = _bare(kind)
-    parts = [_bare(part) for part in kind.types] if isinstance(kind, inspect.UnionType) else [kind]
+    parts = _parts(kind)
     return " or ".join(map(_word, parts)) + "".join(map(_limits, parts))
 
 

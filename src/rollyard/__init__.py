@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rollyard.pipeline.results import GroupBatch
     from rollyard.pipeline.sync_client import SyncClient, SyncReader, connect_sync
     from rollyard.pipeline.taskfile import TaskFile, read_task_file
+    from rollyard.schemas.alarm import Alarm
     from rollyard.schemas.errors import (
         BlobError,
         BusError,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from rollyard.schemas.failure import Failure
     from rollyard.schemas.fleet import LlmServer
     from rollyard.schemas.packed import Logprobs, LossMask, TokenIds, Versions
+    from rollyard.schemas.policy import SamplePolicy
     from rollyard.schemas.sample import Delivery, Group, Sample, Timings
     from rollyard.schemas.task import AgentSpec, EvaluationSpec, Sampling, SandboxSpec, Task, Timeouts
     from rollyard.schemas.weights import WeightProgress, WeightReport
@@ -38,6 +40,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AgentSpec",
+    "Alarm",
     "BlobError",
     "BusError",
     "BusFull",
@@ -57,6 +60,7 @@ __all__ = [
     "RollyardError",
     "RunStatus",
     "Sample",
+    "SamplePolicy",
     "Sampling",
     "SandboxSpec",
     "SubmitReport",
@@ -86,6 +90,7 @@ _HOMES = {
     "pipeline.results": ("GroupBatch",),
     "pipeline.sync_client": ("SyncClient", "SyncReader", "connect_sync"),
     "pipeline.taskfile": ("TaskFile", "read_task_file"),
+    "schemas.alarm": ("Alarm",),
     "schemas.errors": (
         "BlobError",
         "BusError",
@@ -101,6 +106,7 @@ _HOMES = {
     "schemas.failure": ("Failure",),
     "schemas.fleet": ("LlmServer",),
     "schemas.packed": ("Logprobs", "LossMask", "TokenIds", "Versions"),
+    "schemas.policy": ("SamplePolicy",),
     "schemas.sample": ("Delivery", "Group", "Sample", "Timings"),
     "schemas.task": ("AgentSpec", "EvaluationSpec", "Sampling", "SandboxSpec", "Task", "Timeouts"),
     "schemas.weights": ("WeightProgress", "WeightReport"),

@@ -1,30 +1,43 @@
-"""Rule `command`: a shell command in the sandbox; its exit status, or a number that it writes, is the reward."""
+"""Rule `command`: a shell command in the sandbox; its exit status, or what it writes to a file, is the reward."""
 
 from __future__ import annotations
 
-import math
-from typing import Annotated, Final
+from typing import Annotated, ClassVar, Final
 
-from msgspec import Meta, field
+import msgspec
+from msgspec import Meta, Struct, field
 
 from rollyard.harnesses.harness import Command
 from rollyard.schemas.errors import EvaluationError, SandboxError
-from rollyard.stages.evaluator import EvalContext, RuleArgs, Verdict
+from rollyard.stages.evaluator import EvalContext, RuleArgs, Verdict, finite
 from rollyard.stages.sandbox import Sandbox, check_path
 
 PROCESS: Final = "eval"
-_MAX_REWARD_BYTES: Final = 4096
+MAX_REWARD_BYTES: Final = 65_536
 _SHOWN_OUTPUT_BYTES: Final = 500
 # The agent may have written a reward of its own.
 _SCRIPT: Final = 'if [ -n "$ROLLYARD_REWARD_FILE" ]; then rm -rf -- "$ROLLYARD_REWARD_FILE"; fi; exec sh -c "$1"'
 
 
+class _Report(Struct, frozen=True, forbid_unknown_fields=True):
+    """A reward file that is a JSON object."""
+
+    reward: float | None
+    metrics: dict[str, float] = {}
+    turn_rewards: tuple[float | None, ...] = ()
+
+
 class CommandRule(RuleArgs, frozen=True, kw_only=True):
     """Runs `command` in the working directory, once: a second evaluation attaches to the first."""
 
+    needs_sandbox: ClassVar[bool] = True
+
     command: Annotated[str, Meta(min_length=1, description="shell command; exit status 0 gives 1, any other 0")]
     reward_file: Annotated[
-        str | None, Meta(description="path to which the command writes the reward; its exit status does not count then")
+        str | None,
+        Meta(
+            description="path to which it writes the reward, a number or a JSON object; its exit status counts no more"
+        ),
     ] = None
     files: Annotated[dict[str, str], Meta(description="files put into the working directory before")] = field(
         default_factory=dict
@@ -57,18 +70,34 @@ class CommandRule(RuleArgs, frozen=True, kw_only=True):
             raise SandboxError(f"the evaluation command did not end by itself: {end.reason}")
         if self.reward_file is None:
             return Verdict(float(end.exit_code == 0))
-        return Verdict(await self._read(sandbox, self.reward_file))
+        return await self._read(sandbox, self.reward_file)
 
-    async def _read(self, sandbox: Sandbox, path: str) -> float:
-        text = await sandbox.read_file(path, _MAX_REWARD_BYTES)
+    async def _read(self, sandbox: Sandbox, path: str) -> Verdict:
+        text = await sandbox.read_file(path, MAX_REWARD_BYTES + 1)
         try:
-            reward = float((text or b"").decode().strip())
-            if not math.isfinite(reward):
-                raise ValueError("not finite")
-        except ValueError:
+            return _verdict(text)
+        except (ValueError, TypeError, EvaluationError) as error:
             _, errors = await sandbox.output(PROCESS, _SHOWN_OUTPUT_BYTES)
-            found = "is missing" if text is None else f"holds {text[:80]!r}, which is no finite number"
+            found = error.message if isinstance(error, EvaluationError) else str(error)
             raise EvaluationError(
                 f"the reward file {path!r} {found}; the command wrote: {errors.decode(errors='replace')}"
             ) from None
-        return reward
+
+
+def _verdict(text: bytes | None) -> Verdict:
+    """What a reward file says. Raises ValueError, TypeError or EvaluationError."""
+    if text is None:
+        raise ValueError("is missing")
+    if len(text) > MAX_REWARD_BYTES:
+        raise ValueError(f"has over {MAX_REWARD_BYTES:,} bytes")
+    if text.lstrip().startswith(b"{"):
+        try:
+            report = msgspec.json.decode(text, type=_Report)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise ValueError(f"holds {text[:80]!r}: {error}") from None
+        metrics = {name: finite(number) for name, number in report.metrics.items()}
+        return Verdict(None if report.reward is None else finite(report.reward), metrics, report.turn_rewards)
+    try:
+        return Verdict(finite(float(text.decode().strip())))
+    except (ValueError, TypeError):
+        raise ValueError(f"holds {text[:80]!r}, which is no finite number") from None

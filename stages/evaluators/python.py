@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 import re
 import threading
 from collections.abc import Awaitable, Callable, Mapping
@@ -14,7 +13,7 @@ from typing import Annotated, Any, Final, cast
 from msgspec import Meta
 
 from rollyard.schemas.errors import EvaluationError, RollyardError
-from rollyard.stages.evaluator import EvalContext, RuleArgs, Verdict
+from rollyard.stages.evaluator import EvalContext, RuleArgs, Verdict, finite
 
 _ENTRY: Final = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*:[^\W\d]\w*(?:\.[^\W\d]\w*)*\Z")
 
@@ -22,7 +21,8 @@ _ENTRY: Final = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*:[^\W\d]\w*(?:\.[^\W\d]\
 class PythonRule(RuleArgs, frozen=True, kw_only=True):
     """Calls `entry(task, result, workdir)`, plain or async, in the worker's process.
 
-    It returns a number, None, or (number or None, {name: number}). `workdir` is None without a sandbox.
+    It returns a number or None, the reward, or (reward, {name: number}), or (reward, {name: number}, turn rewards): a
+    list with a number or None for each call of the main agent. `workdir` is None without a sandbox.
     """
 
     entry: Annotated[str, Meta(description="package.module:function, importable by EVAL workers")]
@@ -65,23 +65,21 @@ class PythonRule(RuleArgs, frozen=True, kw_only=True):
         return cast(Callable[..., Any], found)
 
     def _verdict(self, value: object) -> Verdict:
-        reward, metrics = value if isinstance(value, tuple) and len(value) == 2 else (value, {})
+        parts = value if isinstance(value, tuple) and len(value) in (2, 3) else (value, {})
+        reward, metrics, turn_rewards = parts if len(parts) == 3 else (*parts, None)
         try:
             if not isinstance(metrics, Mapping):
                 raise TypeError("metrics are no mapping")
-            numbers = {str(name): _number(number) for name, number in metrics.items()}
-            return Verdict(None if reward is None else _number(reward), numbers)
-        except TypeError as error:
+            numbers = {str(name): finite(number) for name, number in metrics.items()}
+            return Verdict(
+                None if reward is None else finite(reward), numbers, () if turn_rewards is None else turn_rewards
+            )
+        except (TypeError, EvaluationError) as error:
+            what = error.message if isinstance(error, EvaluationError) else error
             raise EvaluationError(
-                f"{self.entry} returned {value!r:.200}: {error}",
-                hint="return a finite number, None, or (number or None, {name: number})",
+                f"{self.entry} returned {value!r:.200}: {what}",
+                hint="return a finite number or None; or (that, {name: number}); or these and a list of turn rewards",
             ) from error
-
-
-def _number(value: object) -> float:
-    if not isinstance(value, int | float) or not math.isfinite(value):
-        raise TypeError(f"{value!r:.50} is no finite number")
-    return float(value)
 
 
 def _in_thread(function: Callable[[], Any]) -> Awaitable[Any]:

@@ -22,6 +22,7 @@ from rollyard.stages.stitchers.outcome import Counted, Outcome
 
 VERSION: Final = "2"
 
+_NEVER_HAD: Final = ("lost", "error", "aborted", "superseded", "dead", "no_intent", "broken")
 _UNKNOWN_VERSION: Final = -1
 _UNKNOWN: Final = _UNKNOWN_VERSION.to_bytes(4, "little", signed=True)
 _NAN: Final = np.array([np.nan], dtype="<f4").tobytes()
@@ -51,7 +52,7 @@ def assemble(forest: Forest, commit: Commit, counted: Counted) -> Outcome:
         excluded[commit.status] += len(wanted)
     else:
         branches = _branches(wanted, commit, excluded)
-    rewards, surplus = _turn_rewards(chosen, counted.turn_rewards)
+    rewards, surplus = _turn_rewards(forest.turns, counted.turn_rewards)
     if surplus:
         excluded["turn_reward_without_call"] = surplus
     maker = _Maker(forest, commit, counted, rewards, masked=commit.status if fate == "mask" else "")
@@ -131,9 +132,13 @@ def _walks(wanted: Sequence[Turn]) -> Iterator[list[Turn]]:
             waiting.extend([child for child in turn.children or () if child.call_id in on_the_way][::-1])
 
 
-def _turn_rewards(chosen: Iterable[Turn], given: Sequence[float | None]) -> tuple[dict[str, float], int]:
-    """The rewards of the main agent's calls, by call, and how many were given for calls that are not there."""
-    main = [turn.call_id for turn in chosen if turn.intent.scenario == "main"] if given else []
+def _turn_rewards(turns: Iterable[Turn], given: Sequence[float | None]) -> tuple[dict[str, float], int]:
+    """The rewards of the main agent's calls, by call, and how many were given for calls that are not there.
+
+    The evaluation counts the replies that the agent had, whether they can be trained or not.
+    """
+    had = [turn for turn in turns if turn.excluded not in _NEVER_HAD] if given else []
+    main = [turn.call_id for turn in had if turn.intent.scenario == "main"]
     rewards = {call_id: reward for call_id, reward in zip(main, given, strict=False) if reward is not None}
     return rewards, max(0, len(given) - len(main))
 

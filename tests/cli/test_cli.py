@@ -18,8 +18,10 @@ from rollyard.cli.up import model_of
 from rollyard.pipeline.bus import Bus
 from rollyard.pipeline.codec import encode
 from rollyard.pipeline.embedded import EmbeddedNats
+from rollyard.pipeline.kv import Bucket
 from rollyard.schemas import subjects
-from rollyard.schemas.fleet import DeadLetter
+from rollyard.schemas.fleet import DeadLetter, Run
+from rollyard.schemas.policy import SamplePolicy
 
 ROOT = Path(__file__).resolve().parents[2]
 NOWHERE = {"ROLLYARD__NATS__URL": "nats://127.0.0.1:1"}
@@ -194,6 +196,35 @@ def test_submit_check_publishes_nothing(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out == "tasks.jsonl: 2 tasks, 5 rollouts, no errors\n"
     assert main(["submit", "tasks.jsonl"]) == 2
     assert "add --run NAME" in capsys.readouterr().err
+
+
+def test_submit_checks_the_sample_policy_too(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("tasks.jsonl").write_text('{"prompt": "a"}\n')
+    Path("policy.toml").write_text('max_tokens = 512\ntoo_long = "drop"\n')
+    assert main(["submit", "tasks.jsonl", "--check", "--samples", "policy.toml"]) == 0
+    Path("bad.json").write_text('{"lenience_off": ["trailing"]}')
+    assert main(["submit", "tasks.jsonl", "--check", "--samples", "bad.json"]) == 2
+    assert "bad.json: lenience_off: 'trailing' is no rule of lenient matching" in capsys.readouterr().err
+    assert main(["submit", "tasks.jsonl", "--run", "r", "--samples", "none.toml"]) == 2
+    assert "cannot read none.toml: No such file" in capsys.readouterr().err
+
+
+async def test_submit_gives_a_new_run_its_sample_policy(bus: Bus, nats: EmbeddedNats) -> None:
+    Path("tasks.jsonl").write_text('{"prompt": "a"}\n')
+    Path("policy.toml").write_text('max_tokens = 512\ntoo_long = "drop"\n')
+    Path("other.toml").write_text("max_tokens = 256\n")
+
+    async def submit(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = ("submit", "tasks.jsonl", "--run", "r", *arguments)
+        return await asyncio.to_thread(rollyard, *command, env={"ROLLYARD__NATS__URL": nats.url})
+
+    assert (await submit("--samples", "policy.toml")).returncode == 0
+    found = await Bucket[Run](bus, subjects.RUNS, Run).get("r")
+    assert found is not None
+    assert found[0].samples == SamplePolicy(max_tokens=512, too_long="drop")
+    assert (await submit()).returncode == 0
+    refused = await submit("--samples", "other.toml")
+    assert (refused.returncode, "max_tokens is 512 and not 256" in refused.stderr) == (2, True)
 
 
 async def test_submit_status_and_dead_over_a_real_bus(bus: Bus, nats: EmbeddedNats, tmp_path: Path) -> None:

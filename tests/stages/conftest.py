@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
+from msgspec import structs
 
+from rollyard.pipeline.bus import Bus
+from rollyard.pipeline.codec import encode
+from rollyard.pipeline.digest import sample_digest
+from rollyard.schemas import subjects
 from rollyard.schemas.call import CallEnd, CallEvent, CallIntent
 from rollyard.schemas.packed import Logprobs, TokenIds
 from rollyard.schemas.rollout import Rollout, RolloutEvent
-from rollyard.schemas.sample import Commit
+from rollyard.schemas.sample import Commit, SampleDigest
+from rollyard.stages.stitching import samples_of
 
 ROLLOUT = Rollout.of("run", "task", 0, 1)
 MOVES = ("turn", "turn", "turn", "fork", "root", "retry", "error", "aborted", "superseded", "lost", "untrainable")
@@ -212,3 +219,38 @@ class Session:
 def new_session() -> type[Session]:
     """Makes synthetic sessions."""
     return Session
+
+
+class LogSession(Protocol):
+    """What the fixture of that name is."""
+
+    async def __call__(self, session: Session, commit: Commit, change: Callable[[Any], Any] = ...) -> Commit: ...
+
+
+@pytest.fixture
+def log_session(bus: Bus) -> LogSession:
+    """Publishes the events of a session and its commit to the LOG; what `change` makes of an event is what it holds.
+
+    The commit names the sequences of the LOG, and the digests of the samples that the unchanged events give.
+    """
+
+    async def log(session: Session, commit: Commit, change: Callable[[Any], Any] = lambda event: event) -> Commit:
+        run, rollout_id = commit.run, commit.rollout_id
+        stored: list[tuple[int, Any]] = []
+        seqs = {0: 0}
+        for old_seq, event in session.events:
+            kind = "life" if isinstance(event, RolloutEvent) else "call"
+            data = encode(change(event))
+            seqs[old_seq] = await bus.publish(subjects.log_subject(run, rollout_id, kind), data)
+            stored.append((seqs[old_seq], event))
+        named = {name: seqs[getattr(commit, name)] for name in ("cut_seq", "closed_seq", "evaluated_seq")}
+        commit = structs.replace(commit, **named)
+        digests = [
+            SampleDigest(sample_id=sample.sample_id, digest=sample_digest(sample))
+            for sample in samples_of(stored, commit)
+        ]
+        commit = structs.replace(commit, samples=tuple(digests))
+        await bus.create(subjects.log_subject(run, rollout_id, "commit"), encode(commit))
+        return commit
+
+    return log

@@ -59,6 +59,14 @@ async def test_a_reward_is_logged_and_the_sandbox_goes(
     assert "stage.aggregate.r" in await crew.due()
 
 
+async def test_rewards_of_turns_are_logged_with_the_reward(crew: Any) -> None:
+    verdict = '{"reward": 0.5, "metrics": {"passed": 2}, "turn_rewards": [1, null, -1]}'
+    args = {"command": f"echo '{verdict}' >r", "reward_file": "r"}
+    state = await judged(crew, EvaluationSpec(rule="command", args=args))
+    event = (await crew.life(state.rollout))[-1]
+    assert (event.reward, event.metrics, event.turn_rewards) == (0.5, {"passed": 2.0}, (1.0, None, -1.0))
+
+
 async def test_what_was_truncated_is_judged_and_stays_truncated(crew: Any) -> None:
     late = Failure.of("agent_budget", "too late")
     state = await judged(crew, EvaluationSpec(rule="exact", args={"answer": "42"}), status="truncated", failure=late)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rollyard.harnesses.harness import HARNESSES
 from rollyard.pipeline.taskfile import check_tasks
+from rollyard.schemas.policy import SamplePolicy
 from rollyard.stages.evaluator import RULES
 from rollyard.stages.plugin_check import check_task
 from rollyard.stages.task_reference import reference
@@ -28,6 +29,12 @@ def test_it_names_every_field_harness_and_rule() -> None:
     assert "| `answers` | list of strings | `[]` | accepted answers |" in said
     assert re.findall(r"^### Harness (\w+)$", said, re.MULTILINE) == list(HARNESSES.shipped)
     assert re.findall(r"^### Rule (\w+)$", said, re.MULTILINE) == list(RULES.shipped)
+
+
+def test_a_part_that_may_be_left_out_has_a_table_too() -> None:
+    _, _, table = reference().partition("\n### samples\n")
+    named = re.findall(r"^\| `(\w+)` \|", table.partition("\n## ")[0], re.MULTILINE)
+    assert named == list(SamplePolicy.__struct_fields__)
 
 
 def test_every_field_says_what_it_means() -> None:

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Sequence
 from importlib import import_module
 
-from rollyard.cli import agents, client, demo, doctor, inspect, llm, replay, samples, services, up
+from rollyard.cli import agents, alarms, archive, client, demo, doctor, inspect, llm, replay, samples, services, up
 from rollyard.cli.common import INTERRUPTED
 from rollyard.schemas.errors import RollyardError
 
@@ -33,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="store_true", help="print the version and exit")
     commands = top.add_subparsers(title="commands", metavar="COMMAND")
-    for group in (demo, up, services, client, llm, samples, replay, inspect, agents, doctor):
+    for group in (demo, up, services, client, alarms, llm, samples, replay, archive, inspect, agents, doctor):
         group.add(commands)
     return top
 

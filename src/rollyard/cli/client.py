@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from rollyard.pipeline.config import Config
     from rollyard.pipeline.progress import RunStatus
     from rollyard.pipeline.tokenmeter import TokenMeter
+    from rollyard.schemas.policy import SamplePolicy
     from rollyard.schemas.task import Task
 
 PLAIN_EVERY_S = 5.0
@@ -43,6 +44,12 @@ def add(commands: Commands) -> None:
     submit.add_argument(
         "--evaluation", action="store_true", help="a new run may use model servers that return no token ids"
     )
+    submit.add_argument(
+        "--samples",
+        type=Path,
+        metavar="FILE",
+        help="sample policy of a new run, TOML or JSON; a task's own goes before",
+    )
     json_flag(submit)
     status = command(commands, "status", run_status, "show how far runs are")
     status.add_argument("--run", dest="run_name", metavar="RUN", help="only this run (default: all)")
@@ -57,11 +64,13 @@ def add(commands: Commands) -> None:
 
 def run_submit(args: argparse.Namespace) -> int:
     """Check the whole file, then publish."""
+    from rollyard.pipeline.samplepolicy import read_policy
     from rollyard.pipeline.taskfile import read_task_file
     from rollyard.schemas.errors import ConfigError
     from rollyard.stages.plugin_check import check_task
 
     path = Path("/dev/stdin" if args.file == "-" else args.file)
+    policy = read_policy(args.samples) if args.samples else None
     tasks = read_task_file(path, check_task)
     if args.check:
         rollouts = sum(task.group_size for task in tasks.tasks)
@@ -70,14 +79,15 @@ def run_submit(args: argparse.Namespace) -> int:
         return 0
     if not args.run_name:
         raise ConfigError("submit needs the name of a run", hint="add --run NAME")
-    return run_async(_submit(args, config_of(args), tasks.tasks))
+    return run_async(_submit(args, config_of(args), tasks.tasks, policy))
 
 
-async def _submit(args: argparse.Namespace, config: Config, tasks: list[Task]) -> int:
+async def _submit(args: argparse.Namespace, config: Config, tasks: list[Task], policy: SamplePolicy | None) -> int:
     from rollyard.pipeline.client import Client
 
     async with connected(config) as bus:
-        report = await Client(bus, args.run_name, training=not args.evaluation).submit(tasks)
+        client = Client(bus, args.run_name, training=not args.evaluation, samples=policy)
+        report = await client.submit(tasks)
     if args.json:
         print(to_json({"run": args.run_name, "accepted": report.accepted, "repeated": report.repeated}))
     else:

@@ -24,7 +24,7 @@ from rollyard.cli.common import (
     table,
     to_json,
 )
-from rollyard.cli.samples import decoder
+from rollyard.cli.samples import decoder, has_colours
 from rollyard.cli.up import model_arguments, model_of
 
 if TYPE_CHECKING:
@@ -265,8 +265,8 @@ def _show_trajectory(installation: Installation, outcome: Outcome) -> None:
     tokenizer = installation.llm.tokenizer
     best = max(outcome.samples, key=lambda sample: (sample.reward or 0.0, len(sample.calls)))
     say("\nOne sample in full. The model is trained on the marked tokens only, which it sampled itself:\n")
-    decode = decoder(Path(tokenizer)) if tokenizer else None
-    say(_indented(render(best, decode, colour=sys.stdout.isatty())))
+    token_bytes = decoder(Path(tokenizer)) if tokenizer else None
+    say(_indented(render(best, token_bytes, colour=has_colours())))
 
 
 def _indented(text: str) -> str:

@@ -1,9 +1,10 @@
-"""Samples in the Parquet files: lists, one with its tokens marked, SQL."""
+"""Samples in the Parquet files: lists, one rollout with its tokens marked, breaks by reason, SQL."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,9 +19,15 @@ from rollyard.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from rollyard.pipeline.sample_view import Decode
+    from rollyard.pipeline.sample_drift import DriftTable, Reason
+    from rollyard.pipeline.sample_text import TokenBytes
 
-LS_COLUMNS = ("sample_id", "run", "task_id", "index", "branch", "status", "reward", "tokens", "trained_tokens")
+LS_COLUMNS = (
+    *("sample_id", "run", "task_id", "index", "branch", "scenario"),
+    *("status", "reward", "tokens", "trained_tokens"),
+)
+ROLLOUTS_SHOWN = 20
+STDOUT = "-"
 
 
 def add(commands: Commands) -> None:
@@ -31,13 +38,30 @@ def add(commands: Commands) -> None:
     ls.add_argument("--run", dest="run_name", metavar="RUN", help="only of this run")
     ls.add_argument("--limit", type=_count, default=50, metavar="N", help="at most so many (default: 50)")
     json_flag(ls)
-    show = command(kinds, "show", run_samples_show, "show one sample, with its trained tokens marked")
+    show = command(kinds, "show", run_samples_show, "show a rollout's branches, and a sample with its tokens marked")
     show.add_argument("id", metavar="ID", help="a sample's or a rollout's id, or the start of one")
-    show.add_argument("--tokenizer", type=Path, metavar="PATH", help="tokenizer.json or GGUF that turns ids into text")
-    json_flag(show)
-    sql = command(kinds, "sql", run_samples_sql, "ask the tables `samples` and `rollouts` with DuckDB")
+    _tokenizer_argument(show)
+    forms = show.add_mutually_exclusive_group()
+    forms.add_argument(
+        "--html",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="write one page of HTML that needs nothing else (default: rollyard-<rollout>.html; -: standard output)",
+    )
+    forms.add_argument("--json", action="store_true", help="print JSON, for programs")
+    drift = command(kinds, "drift", run_samples_drift, "say how often calls leave the tokens they continue, and why")
+    drift.add_argument("--run", dest="run_name", required=True, metavar="RUN", help="the run")
+    _tokenizer_argument(drift)
+    json_flag(drift)
+    sql = command(kinds, "sql", run_samples_sql, "ask the tables `samples`, `rollouts` and `events` with DuckDB")
     sql.add_argument("query", metavar="QUERY", help='for example "select run, count(*) from samples group by run"')
     json_flag(sql)
+
+
+def _tokenizer_argument(parser: argparse.ArgumentParser) -> None:
+    words = "tokenizer.json or GGUF that turns ids into text"
+    parser.add_argument("--tokenizer", type=Path, metavar="PATH", help=words)
 
 
 def _count(text: str) -> int:
@@ -61,36 +85,72 @@ def run_samples_ls(args: argparse.Namespace) -> int:
     return 0
 
 
+# --- show ---
+
+
 def run_samples_show(args: argparse.Namespace) -> int:
-    """Show samples by the start of an id."""
-    from rollyard.pipeline.datasets import find_samples
-    from rollyard.pipeline.sample_view import render
-    from rollyard.schemas.errors import ConfigError
+    """Show rollouts or samples by the start of an id."""
+    from rollyard.pipeline.sample_rollout import find_rollouts, read_rollout
+    from rollyard.pipeline.sample_view import render_rollout
 
     folder = config_of(args).samples_dir()
-    found = find_samples(folder, args.id)
-    if not found:
-        raise ConfigError(
-            f"no sample or rollout in {folder} has an id that begins with {args.id!r}",
-            hint="`rollyard samples ls` lists them; the newest may not be written yet",
-        )
-    if args.json:
-        print("\n".join(map(to_json, found)))
-        return 0
-    decode = decoder(args.tokenizer or _tokenizer_of(args))
-    print("\n\n".join(render(sample, decode, colour=sys.stdout.isatty()) for sample in found))
+    found = find_rollouts(folder, args.id)
+    if args.html is not None:
+        return _write_page(args, folder, found)
+    token_bytes = decoder(args.tokenizer or _tokenizer_of(args)) if not args.json else None
+    for place, (run, rollout_id) in enumerate(found[:ROLLOUTS_SHOWN]):
+        view = read_rollout(folder, run, rollout_id, args.id)
+        if args.json:
+            for sample in view.asked:
+                print(to_json(sample))
+            continue
+        for block, text in enumerate(render_rollout(view, token_bytes, colour=has_colours())):
+            print(f"\n{text}" if place or block else text)
+    if len(found) > ROLLOUTS_SHOWN:
+        print(f"{ROLLOUTS_SHOWN} of {len(found)} rollouts are shown; a longer id names fewer", file=sys.stderr)
     return 0
 
 
-def decoder(tokenizer: Path | None) -> Decode | None:
-    """What turns token ids into text, special tokens included."""
-    from rollyard.gateway.tokens.tokenizer import load_tokenizer
-    from rollyard.schemas.packed import TokenIds
+def _write_page(args: argparse.Namespace, folder: Path, found: list[tuple[str, str]]) -> int:
+    from rollyard.pipeline.sample_page import page
+    from rollyard.pipeline.sample_rollout import read_rollout
+    from rollyard.schemas.errors import ConfigError
 
-    if tokenizer is None:
-        return None
-    loaded = load_tokenizer(tokenizer)
-    return lambda ids: loaded.decode(TokenIds.of(ids), skip_special=False)
+    if len(found) > 1:
+        raise ConfigError(
+            f"{len(found)} rollouts have an id that begins with {args.id!r}, and a page is of one",
+            hint=f"give a longer one: {', '.join(rollout_id for _, rollout_id in found[:3])}",
+        )
+    ((run, rollout_id),) = found
+    written = page(read_rollout(folder, run, rollout_id, args.id), decoder(args.tokenizer or _tokenizer_of(args)))
+    if args.html == STDOUT:
+        sys.stdout.write(written)
+        return 0
+    path = Path(args.html or f"rollyard-{rollout_id}.html")
+    try:
+        path.write_text(written, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write the page to {path}: {error.strerror}", hint="give a file: --html FILE"
+        ) from error
+    print(f"{path} ({path.stat().st_size / 1000:,.0f} kB)")
+    return 0
+
+
+def has_colours() -> bool:
+    """Whether standard output takes colours: NO_COLOR and FORCE_COLOR decide before the terminal does."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    if os.environ.get("FORCE_COLOR", "0") != "0":
+        return True
+    return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def decoder(tokenizer: Path | None) -> TokenBytes | None:
+    """What turns a token id into its bytes, those of special tokens included."""
+    from rollyard.gateway.tokens.tokenizer import load_tokenizer
+
+    return load_tokenizer(tokenizer).token_bytes if tokenizer else None
 
 
 def _tokenizer_of(args: argparse.Namespace) -> Path | None:
@@ -102,11 +162,107 @@ def _tokenizer_of(args: argparse.Namespace) -> Path | None:
     return path if path and path.exists() else None
 
 
+# --- drift ---
+
+
+def run_samples_drift(args: argparse.Namespace) -> int:
+    """Print the breaks of a run by reason, with an example each."""
+    from rollyard.pipeline.sample_drift import drift_of
+    from rollyard.pipeline.sample_facts import count_of
+    from rollyard.pipeline.sample_text import printable
+
+    found = drift_of(config_of(args).samples_dir(), args.run_name)
+    token_bytes = decoder(args.tokenizer or _tokenizer_of(args))
+    if args.json:
+        print(json.dumps(_drift_json(found, token_bytes)))
+        return 0
+    lost = sum(reason.calls for reason in found.reasons if not reason.is_structural)
+    told = f"{lost:,} of them ({found.share(lost):.1%})" if lost else "None of them"
+    print(f"Run {printable(found.run)}: {count_of(found.rollouts, 'rollout')}, {count_of(found.calls, 'call')}.")
+    print(f"{told} left the tokens of the call whose conversation they continue.")
+    if found.reasons:
+        header = ("reason", "kind", "calls", "of all calls", "rollouts")
+        print(f"\n{table(header, [_reason_row(found, reason) for reason in found.reasons])}")
+    for reason in found.reasons:
+        _print_example(reason, token_bytes)
+    for title, column, counts in (
+        ("Matched by lenient rules:", "rule", found.lenience),
+        ("Left out of the samples:", "reason", found.excluded),
+    ):
+        if counts:
+            print(f"\n{title}\n\n{table((column, 'calls'), list(counts.items()))}")
+    return 0
+
+
+def _reason_row(found: DriftTable, reason: Reason) -> tuple[object, ...]:
+    kind = "structure" if reason.is_structural else "break"
+    return reason.name, kind, reason.calls, f"{found.share(reason.calls):.1%}", reason.rollouts
+
+
+def _print_example(reason: Reason, token_bytes: TokenBytes | None) -> None:
+    from rollyard.pipeline.sample_facts import break_words, sides
+    from rollyard.pipeline.sample_text import printable
+
+    if reason.example is None:
+        return
+    point = reason.example.point
+    expected, found = sides(point, token_bytes)
+    print(f"\n{printable(break_words(point, str))}")
+    print(f"  in        rollout {reason.example.rollout_id}, sample {reason.example.sample_id}, call {point.call_id}")
+    print(f"  expected  {expected}\n  found     {found}")
+    if point.detail:
+        print(f"  messages  {printable(' '.join(point.detail.split()))}")
+
+
+def _drift_json(found: DriftTable, token_bytes: TokenBytes | None) -> dict[str, object]:
+    return {
+        "run": found.run,
+        "rollouts": found.rollouts,
+        "calls": found.calls,
+        "drift": [
+            {
+                "reason": each.name,
+                "structural": each.is_structural,
+                "calls": each.calls,
+                "share": found.share(each.calls),
+                "rollouts": each.rollouts,
+                "example": _example_json(each, token_bytes),
+            }
+            for each in found.reasons
+        ],
+        "lenience": dict(found.lenience),
+        "excluded": dict(found.excluded),
+    }
+
+
+def _example_json(reason: Reason, token_bytes: TokenBytes | None) -> dict[str, object] | None:
+    from rollyard.pipeline.sample_text import text_of
+
+    if reason.example is None:
+        return None
+    point = reason.example.point
+    return {
+        "rollout_id": reason.example.rollout_id,
+        "sample_id": reason.example.sample_id,
+        "call_id": point.call_id,
+        "continues": point.continues,
+        "position": point.position,
+        "message": point.message,
+        "detail": point.detail,
+        **{
+            name: {"ids": ids.tolist(), "text": text_of(ids, token_bytes) if token_bytes else None}
+            for name, ids in (("expected", point.expected), ("found", point.found))
+        },
+    }
+
+
 def run_samples_sql(args: argparse.Namespace) -> int:
     """Run one SELECT."""
     from rollyard.pipeline.datasets import query
 
-    _print_rows(*query(config_of(args).samples_dir(), args.query), as_json=args.json)
+    config = config_of(args)
+    found = query(config.samples_dir(), args.query, archive=config.archive_dir())
+    _print_rows(*found, as_json=args.json)
     return 0
 
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -144,6 +145,44 @@ async def test_a_reward_that_the_agent_wrote_does_not_count(sandbox: Sandbox) ->
         await judge(open_rule("command", {"command": "echo why >&2", "reward_file": "r"}), sandbox)
 
 
+@pytest.mark.parametrize(
+    ("written", "verdict"),
+    [
+        ('{"reward": 0.5}', Verdict(0.5)),
+        (' {"reward": null, "metrics": {"passed": 3}}', Verdict(None, {"passed": 3.0})),
+        ('{"reward": 1, "turn_rewards": [0, null, -0.5]}', Verdict(1.0, {}, (0.0, None, -0.5))),
+    ],
+)
+async def test_a_command_may_write_its_verdict_as_json(sandbox: Sandbox, written: str, verdict: Verdict) -> None:
+    rule = open_rule("command", {"command": "cat verdict >r", "reward_file": "r", "files": {"verdict": written}})
+    assert await judge(rule, sandbox) == verdict
+
+
+@pytest.mark.parametrize(
+    ("written", "says"),
+    [
+        ("{}", "missing required field `reward`"),
+        ('{"reward": "1"}', "Expected `float | null`, got `str`"),
+        ('{"reward": 1, "turn_reward": []}', "unknown field `turn_reward`"),
+        ('{"reward": 1, "turn_rewards": ["x"]}', r"at `\$.turn_rewards\[0\]`"),
+        ('{"reward": 1, "turn_rewards": [1', "truncated"),
+        ('{"reward": NaN}', "malformed"),
+        ("1" + " " * 70_000, "has over 65,536 bytes"),
+    ],
+)
+async def test_a_verdict_that_cannot_be_read_is_an_error(sandbox: Sandbox, written: str, says: str) -> None:
+    rule = open_rule("command", {"command": "cat verdict >r", "reward_file": "r", "files": {"verdict": written}})
+    with pytest.raises(EvaluationError, match=says):
+        await judge(rule, sandbox)
+
+
+@pytest.mark.parametrize("bad", [[float("nan")], ["x"], [1, True, "0"], None, "1", 5, [10**400]])
+def test_turn_rewards_are_finite_numbers_or_none(bad: Any) -> None:
+    with pytest.raises(EvaluationError, match=r"turn_rewards: .* \(give a list of finite numbers and None\)"):
+        Verdict(1.0, {}, bad)
+    assert Verdict(1.0, {}, [1, None, np.float32(0.5), True]).turn_rewards == (1.0, None, 0.5, 1.0)
+
+
 @pytest.mark.parametrize("text", ["", "nan", "inf", "1 2", "one"])
 async def test_a_reward_file_without_a_finite_number_is_an_error(sandbox: Sandbox, text: str) -> None:
     rule = open_rule("command", {"command": f"printf '{text}' >r", "reward_file": "r"})
@@ -167,6 +206,10 @@ def length(task, result, workdir): return len(result.answer)
 async def later(task, result, workdir):
     await asyncio.sleep(0)
     return None, {"turns": 3}
+def by_turn(task, result, workdir): return 1, {}, [0.5, None, 1]
+def no_turns(task, result, workdir): return None, {"turns": 3}, None
+def bad_turn(task, result, workdir): return 1, {}, [0.5, "good"]
+def too_much(task, result, workdir): return 1, {}, [], []
 def wrong(task, result, workdir): return "good"
 def infinite(task, result, workdir): return float("inf")
 def fails(task, result, workdir): raise KeyError("k")
@@ -187,7 +230,13 @@ def graders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.parametrize(
     ("function", "verdict"),
-    [("length", Verdict(3.0)), ("later", Verdict(None, {"turns": 3.0})), ("Box.inside", Verdict(1.0))],
+    [
+        ("length", Verdict(3.0)),
+        ("later", Verdict(None, {"turns": 3.0})),
+        ("Box.inside", Verdict(1.0)),
+        ("by_turn", Verdict(1.0, {}, (0.5, None, 1.0))),
+        ("no_turns", Verdict(None, {"turns": 3.0})),
+    ],
 )
 async def test_a_python_function_makes_the_reward(graders: str, function: str, verdict: Verdict) -> None:
     assert await open_rule("python", {"entry": f"{graders}:{function}"}).reward(context("abc")) == verdict
@@ -197,6 +246,8 @@ async def test_a_python_function_makes_the_reward(graders: str, function: str, v
     ("function", "says"),
     [
         ("wrong", "returned 'good'"),
+        ("bad_turn", "turn_rewards: 'good' is no finite number"),
+        ("too_much", "is no finite number"),
         ("infinite", "returned inf"),
         ("fails", "failed: KeyError: 'k'"),
         ("missing", "cannot be loaded"),
