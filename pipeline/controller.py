@@ -3,7 +3,7 @@ alarms about runs.
 
 It never writes a rollout's state. For a state that cannot go on by itself it publishes a takeover, again at each tick,
 to a stage whose compare-and-set does the rest. It holds nothing that it cannot rebuild, and several may run.
-Contract: docs/architecture.md sections 5.2, 5.8, 5.13 and 8.
+Contract: docs/architecture.md sections 5.2, 5.8, 5.14 and 8.
 """
 
 from __future__ import annotations

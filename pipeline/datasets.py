@@ -1,6 +1,6 @@
 """SQL over Parquet files: DuckDB views `samples` and `rollouts` of the sink's, `events` of an archive's.
 
-Columns: pipeline/arrow_schema.py and pipeline/archive_schema.py. Reading is safe while somebody writes: a file appears
+Columns: pipeline/arrow_schema.py and pipeline/archive/schema.py. Reading is safe while somebody writes: a file appears
 under its final name whole.
 """
 
@@ -16,7 +16,7 @@ import duckdb
 import msgspec
 import pyarrow as pa
 
-from rollyard.pipeline.archive_schema import EVENTS_GLOB, EVENTS_SCHEMA
+from rollyard.pipeline.archive.schema import EVENTS_GLOB, EVENTS_SCHEMA
 from rollyard.pipeline.arrow_schema import ROLLOUTS_SCHEMA, SAMPLES_SCHEMA
 from rollyard.schemas import packed
 from rollyard.schemas.errors import ConfigError

@@ -13,11 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from rollyard.pipeline import crash
-from rollyard.pipeline.archive import RunArchive
-from rollyard.pipeline.archive_reader import ArchiveLog
-from rollyard.pipeline.archive_schema import EVENTS_SCHEMA
-from rollyard.pipeline.archive_writer import ArchiveWriter
-from rollyard.pipeline.archiving import ArchiveReport, Plan, archive_run, preview
+from rollyard.pipeline.archive.archiving import ArchiveReport, Plan, archive_run, preview
+from rollyard.pipeline.archive.folder import RunArchive
+from rollyard.pipeline.archive.reader import ArchiveLog
+from rollyard.pipeline.archive.schema import EVENTS_SCHEMA
+from rollyard.pipeline.archive.writer import ArchiveWriter
 from rollyard.pipeline.arrow_schema import describe
 from rollyard.pipeline.bus import Bus
 from rollyard.pipeline.datasets import query

@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 from msgspec import structs
 
-from rollyard.pipeline.archive import Manifest, RunArchive, describe
-from rollyard.pipeline.archive_reader import ArchiveLog
-from rollyard.pipeline.archiving import ArchiveReport, Plan, archive_run, preview
+from rollyard.pipeline.archive.archiving import ArchiveReport, Plan, archive_run, preview
+from rollyard.pipeline.archive.folder import Manifest, RunArchive, describe
+from rollyard.pipeline.archive.reader import ArchiveLog
 from rollyard.pipeline.bus import Bus
 from rollyard.pipeline.codec import encode
 from rollyard.pipeline.kv import Bucket

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from branches import RE_TOKENISED, branch, delivery, forest, write
 
-from rollyard.pipeline.sample_drift import drift_of
+from rollyard.pipeline.viewer.drift import drift_of
 from rollyard.schemas.errors import ConfigError
 from rollyard.schemas.sample import Delivery, Sample
 

@@ -24,9 +24,9 @@ from branches import (
 )
 from msgspec import structs
 
-from rollyard.pipeline.sample_page import page
-from rollyard.pipeline.sample_rollout import RolloutView, view_of
-from rollyard.pipeline.sample_text import shade
+from rollyard.pipeline.viewer.page import page
+from rollyard.pipeline.viewer.rollout import RolloutView, view_of
+from rollyard.pipeline.viewer.text import shade
 from rollyard.schemas.packed import Logprobs, TokenIds, Versions
 from rollyard.schemas.sample import Sample
 

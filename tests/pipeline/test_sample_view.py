@@ -23,10 +23,10 @@ from branches import (
 )
 from msgspec import structs
 
-from rollyard.pipeline.sample_rollout import view_of
-from rollyard.pipeline.sample_text import pieces, quoted, segments
-from rollyard.pipeline.sample_tree import Tree, TreeCall
-from rollyard.pipeline.sample_view import PLAIN, RAMP, SAMPLED, TRAINED, render, render_rollout
+from rollyard.pipeline.viewer.rollout import view_of
+from rollyard.pipeline.viewer.terminal import PLAIN, RAMP, SAMPLED, TRAINED, render, render_rollout
+from rollyard.pipeline.viewer.text import pieces, quoted, segments
+from rollyard.pipeline.viewer.tree import Tree, TreeCall
 from rollyard.schemas.packed import Logprobs, LossMask, TokenIds, Versions
 from rollyard.schemas.sample import Link, Sample
 

@@ -21,7 +21,7 @@ from rollyard.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from rollyard.pipeline.archiving import ArchiveReport, Plan
+    from rollyard.pipeline.archive.archiving import ArchiveReport, Plan
     from rollyard.pipeline.config import Config
 
 PROGRESS_EVERY_S: Final = 5.0
@@ -46,7 +46,7 @@ def run_archive(args: argparse.Namespace) -> int:
 
 
 async def _archive(args: argparse.Namespace, config: Config) -> int:
-    from rollyard.pipeline.archiving import Plan, archive_run, preview
+    from rollyard.pipeline.archive.archiving import Plan, archive_run, preview
 
     plan = Plan(samples=config.samples_dir(), verify=args.verify, purge=args.purge)
     work = preview if args.dry_run else archive_run

@@ -257,7 +257,7 @@ async def _until_written(folder: Path, outcome: Outcome) -> None:
 
 def _show_trajectory(installation: Installation, outcome: Outcome) -> None:
     """The best sample with the most calls."""
-    from rollyard.pipeline.sample_view import render
+    from rollyard.pipeline.viewer.terminal import render
 
     if not outcome.samples:
         say("\nThere are no samples: see `rollyard status` and the logs.")

@@ -100,7 +100,7 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
 @asynccontextmanager
 async def _source(args: argparse.Namespace, config: Config) -> AsyncIterator[tuple[LogSource, TaskOf | None]]:
     """Where events come from, and tasks, which an archive does not hold."""
-    from rollyard.pipeline.archive_reader import ArchiveLog
+    from rollyard.pipeline.archive.reader import ArchiveLog
     from rollyard.pipeline.log import BusLog
     from rollyard.pipeline.taskstore import TaskStore
     from rollyard.stages.reevaluation import stored_tasks

@@ -19,8 +19,8 @@ from rollyard.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from rollyard.pipeline.sample_drift import DriftTable, Reason
-    from rollyard.pipeline.sample_text import TokenBytes
+    from rollyard.pipeline.viewer.drift import DriftTable, Reason
+    from rollyard.pipeline.viewer.text import TokenBytes
 
 LS_COLUMNS = (
     *("sample_id", "run", "task_id", "index", "branch", "scenario"),
@@ -90,8 +90,8 @@ def run_samples_ls(args: argparse.Namespace) -> int:
 
 def run_samples_show(args: argparse.Namespace) -> int:
     """Show rollouts or samples by the start of an id."""
-    from rollyard.pipeline.sample_rollout import find_rollouts, read_rollout
-    from rollyard.pipeline.sample_view import render_rollout
+    from rollyard.pipeline.viewer.rollout import find_rollouts, read_rollout
+    from rollyard.pipeline.viewer.terminal import render_rollout
 
     folder = config_of(args).samples_dir()
     found = find_rollouts(folder, args.id)
@@ -112,8 +112,8 @@ def run_samples_show(args: argparse.Namespace) -> int:
 
 
 def _write_page(args: argparse.Namespace, folder: Path, found: list[tuple[str, str]]) -> int:
-    from rollyard.pipeline.sample_page import page
-    from rollyard.pipeline.sample_rollout import read_rollout
+    from rollyard.pipeline.viewer.page import page
+    from rollyard.pipeline.viewer.rollout import read_rollout
     from rollyard.schemas.errors import ConfigError
 
     if len(found) > 1:
@@ -167,9 +167,9 @@ def _tokenizer_of(args: argparse.Namespace) -> Path | None:
 
 def run_samples_drift(args: argparse.Namespace) -> int:
     """Print the breaks of a run by reason, with an example each."""
-    from rollyard.pipeline.sample_drift import drift_of
-    from rollyard.pipeline.sample_facts import count_of
-    from rollyard.pipeline.sample_text import printable
+    from rollyard.pipeline.viewer.drift import drift_of
+    from rollyard.pipeline.viewer.facts import count_of
+    from rollyard.pipeline.viewer.text import printable
 
     found = drift_of(config_of(args).samples_dir(), args.run_name)
     token_bytes = decoder(args.tokenizer or _tokenizer_of(args))
@@ -200,8 +200,8 @@ def _reason_row(found: DriftTable, reason: Reason) -> tuple[object, ...]:
 
 
 def _print_example(reason: Reason, token_bytes: TokenBytes | None) -> None:
-    from rollyard.pipeline.sample_facts import break_words, sides
-    from rollyard.pipeline.sample_text import printable
+    from rollyard.pipeline.viewer.facts import break_words, sides
+    from rollyard.pipeline.viewer.text import printable
 
     if reason.example is None:
         return
@@ -236,7 +236,7 @@ def _drift_json(found: DriftTable, token_bytes: TokenBytes | None) -> dict[str, 
 
 
 def _example_json(reason: Reason, token_bytes: TokenBytes | None) -> dict[str, object] | None:
-    from rollyard.pipeline.sample_text import text_of
+    from rollyard.pipeline.viewer.text import text_of
 
     if reason.example is None:
         return None

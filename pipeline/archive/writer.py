@@ -19,9 +19,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from msgspec import structs
 
-from rollyard.pipeline.archive import EventsFile, Manifest, RunArchive
-from rollyard.pipeline.archive_rows import events_batch
-from rollyard.pipeline.archive_schema import EVENTS_SCHEMA, FEW_VALUES
+from rollyard.pipeline.archive.folder import EventsFile, Manifest, RunArchive
+from rollyard.pipeline.archive.rows import events_batch
+from rollyard.pipeline.archive.schema import EVENTS_SCHEMA, FEW_VALUES
 from rollyard.pipeline.blob_references import References
 from rollyard.pipeline.blobs import sync_folder
 from rollyard.pipeline.bus import Bus

@@ -10,7 +10,7 @@ from typing import Final
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rollyard.pipeline.archive import RunArchive
+from rollyard.pipeline.archive.folder import RunArchive
 from rollyard.pipeline.bus import BLOB_HEADER
 from rollyard.pipeline.contents import Contents
 from rollyard.pipeline.jetstream import Stored

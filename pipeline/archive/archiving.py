@@ -9,10 +9,10 @@ from typing import Annotated, Final
 
 from msgspec import Meta, Struct
 
-from rollyard.pipeline.archive import Manifest, RunArchive
-from rollyard.pipeline.archive_check import Check
-from rollyard.pipeline.archive_purge import check_closed, check_complete, purge
-from rollyard.pipeline.archive_writer import ArchiveWriter
+from rollyard.pipeline.archive.check import Check
+from rollyard.pipeline.archive.folder import Manifest, RunArchive
+from rollyard.pipeline.archive.purge import check_closed, check_complete, purge
+from rollyard.pipeline.archive.writer import ArchiveWriter
 from rollyard.pipeline.bus import Bus
 from rollyard.pipeline.follow import CaughtUp, follow
 from rollyard.pipeline.jetstream import Stored

@@ -7,8 +7,8 @@ from typing import Final
 
 import numpy as np
 
-from rollyard.pipeline.sample_rollout import RolloutView
-from rollyard.pipeline.sample_text import TokenBytes, quoted, text_of
+from rollyard.pipeline.viewer.rollout import RolloutView
+from rollyard.pipeline.viewer.text import TokenBytes, quoted, text_of
 from rollyard.schemas.packed import TokenIds
 from rollyard.schemas.sample import STRUCTURAL, DriftPoint, Link, Sample
 

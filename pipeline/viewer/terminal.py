@@ -7,7 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from rollyard.pipeline.sample_facts import (
+from rollyard.pipeline.viewer.facts import (
     Facts,
     branch_words,
     break_words,
@@ -18,8 +18,8 @@ from rollyard.pipeline.sample_facts import (
     sample_facts,
     sides,
 )
-from rollyard.pipeline.sample_rollout import RolloutView
-from rollyard.pipeline.sample_text import (
+from rollyard.pipeline.viewer.rollout import RolloutView
+from rollyard.pipeline.viewer.text import (
     SHADES,
     Segment,
     Shared,
@@ -33,7 +33,7 @@ from rollyard.pipeline.sample_text import (
     shared_start,
     text_of,
 )
-from rollyard.pipeline.sample_tree import Row, Tree, TreeCall
+from rollyard.pipeline.viewer.tree import Row, Tree, TreeCall
 from rollyard.schemas.sample import STRUCTURAL, DriftPoint, Link, Sample
 
 OPEN, CLOSE = "⟦", "⟧"

@@ -1,4 +1,4 @@
-"""Events of the log to rows of an archive. Columns: pipeline/archive_schema.py."""
+"""Events of the log to rows of an archive. Columns: pipeline/archive/schema.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pyarrow as pa
 
-from rollyard.pipeline.archive_schema import EVENTS_SCHEMA
+from rollyard.pipeline.archive.schema import EVENTS_SCHEMA
 from rollyard.pipeline.bus import BLOB_HEADER
 from rollyard.pipeline.contents import Contents
 from rollyard.pipeline.jetstream import Stored

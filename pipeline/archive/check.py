@@ -14,8 +14,8 @@ from typing import Final
 
 from msgspec import structs
 
-from rollyard.pipeline.archive import EventsFile, Manifest, RunArchive, file_digest
-from rollyard.pipeline.archive_reader import groups
+from rollyard.pipeline.archive.folder import EventsFile, Manifest, RunArchive, file_digest
+from rollyard.pipeline.archive.reader import groups
 from rollyard.pipeline.blob_references import References
 from rollyard.pipeline.bus import Bus
 from rollyard.pipeline.jetstream import Stored

@@ -15,7 +15,7 @@ from typing import Any, Final
 import jinja2
 from markupsafe import Markup, escape
 
-from rollyard.pipeline.sample_facts import (
+from rollyard.pipeline.viewer.facts import (
     Facts,
     branch_words,
     break_words,
@@ -25,8 +25,8 @@ from rollyard.pipeline.sample_facts import (
     sample_facts,
     sides,
 )
-from rollyard.pipeline.sample_rollout import RolloutView
-from rollyard.pipeline.sample_text import (
+from rollyard.pipeline.viewer.rollout import RolloutView
+from rollyard.pipeline.viewer.text import (
     SHADES,
     Segment,
     Shared,
@@ -41,10 +41,10 @@ from rollyard.pipeline.sample_text import (
     shared_start,
     text_of,
 )
-from rollyard.pipeline.sample_tree import Row, Tree, TreeCall, calls_of
+from rollyard.pipeline.viewer.tree import Row, Tree, TreeCall, calls_of
 from rollyard.schemas.sample import STRUCTURAL, DriftPoint, Link, Sample
 
-_TEMPLATE: Final = Path(__file__).with_name("sample_page.html")
+_TEMPLATE: Final = Path(__file__).with_name("page.html")
 _FOLDED_CHARS: Final = 2_000
 """Context that is longer is folded away."""
 _HEAD_CHARS: Final = 80

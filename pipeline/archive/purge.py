@@ -13,8 +13,8 @@ from typing import Any, Final
 
 from msgspec import structs
 
-from rollyard.pipeline.archive import Manifest, RunArchive
-from rollyard.pipeline.archive_check import Check
+from rollyard.pipeline.archive.check import Check
+from rollyard.pipeline.archive.folder import Manifest, RunArchive
 from rollyard.pipeline.bus import Bus
 from rollyard.pipeline.crash import checkpoint
 from rollyard.pipeline.kv import Bucket

@@ -1,0 +1,1 @@
+"""What people see of samples: trees, marked text and pages; how often calls drift."""
