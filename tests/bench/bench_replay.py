@@ -20,9 +20,9 @@ import uvloop
 from measure import table
 from msgspec import structs
 
-from rollyard.pipeline.archive import RunArchive
-from rollyard.pipeline.archive_reader import ArchiveLog
-from rollyard.pipeline.archive_writer import ArchiveWriter
+from rollyard.pipeline.archive.folder import RunArchive
+from rollyard.pipeline.archive.reader import ArchiveLog
+from rollyard.pipeline.archive.writer import ArchiveWriter
 from rollyard.pipeline.blobs import BlobStore
 from rollyard.pipeline.bus import Bus
 from rollyard.pipeline.codec import encode

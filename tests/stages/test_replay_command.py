@@ -19,8 +19,8 @@ from msgspec import structs
 
 from rollyard.cli import main
 from rollyard.cli import replay as command
-from rollyard.pipeline.archive import RunArchive
-from rollyard.pipeline.archive_writer import ArchiveWriter
+from rollyard.pipeline.archive.folder import RunArchive
+from rollyard.pipeline.archive.writer import ArchiveWriter
 from rollyard.pipeline.bus import Bus
 from rollyard.pipeline.embedded import EmbeddedNats
 from rollyard.pipeline.kv import Bucket

@@ -185,6 +185,19 @@ def test_rewards_of_turns_go_to_the_main_agents_calls(new_session: Any) -> None:
     assert outcome.excluded == {"turn_reward_without_call": 1}
 
 
+def test_rewards_of_turns_count_the_replies_that_the_agent_had(new_session: Any) -> None:
+    session = new_session(random.Random(4))
+    first = session.ask(None)
+    session.settle(session.ask(first, outcome="untrainable"))
+    session.settle(session.ask(first, outcome="error"))
+    session.settle(session.ask(first))
+    commit = session.close()
+    seq, event = session.events[-1]
+    session.events[-1] = (seq, structs.replace(event, turn_rewards=(0.1, 0.2, 0.3)))
+    (sample,) = made(session, commit).samples
+    assert [(turn.call_id, turn.reward) for turn in sample.turns] == [("c0", 0.1), ("c3", 0.3)]
+
+
 def test_a_branch_that_a_lost_call_continued_is_incomplete(new_session: Any) -> None:
     session = new_session(random.Random(8))
     first = session.ask(None)
