@@ -37,11 +37,13 @@ class Lineage:
         self.kin: dict[str, Kin] = {}
         self._turns = turns
         self._index: _Index | None = None
+        self._threads: set[tuple[str, str, str]] = set()
         for turn in turns:
             if not turn.broken and turn.intent.prompt is None:
                 found = self._find(turn)
                 if found is not None:
                     self.kin[turn.call_id] = found
+            self._threads.add(turn.thread)
 
     def _find(self, turn: Turn) -> Kin | None:
         intent, named = turn.intent, turn.named
@@ -50,7 +52,8 @@ class Lineage:
         replied = _holds_reply(intent.messages, known)
         # Two threads may have had the same reply to the same words: the record cannot tell them apart. And a reply
         # behind those that the gateway knew again is one of a later call, before which something was rewritten.
-        if named is not None and whole and not replied and named.thread == turn.thread:
+        alone = named is not None and (named.thread == turn.thread or turn.thread not in self._threads)
+        if named is not None and whole and not replied and alone:
             self.lenience.update(intent.lenience)
             return Kin(named, same=True)
         if named is None and not replied:
