@@ -180,10 +180,15 @@ def _side(sample: Sample | None) -> Side | None:
 
 def _moved(old: Sample, new: Sample) -> tuple[int, int]:
     """(Tokens that only `new` trains, tokens that only `old` trains); one that is another id is another token."""
+    kept = _kept(old, new)
+    return trained_tokens(new) - kept, trained_tokens(old) - kept
+
+
+def _kept(old: Sample, new: Sample) -> int:
+    """How many tokens both train, among the leading ones that are equal."""
     same = _common_tokens(old.token_ids, new.token_ids)
-    was, now = (np.frombuffer(each.loss_mask.data, "<u1") == 1 for each in (old, new))
-    kept = int(np.count_nonzero(was[:same] & now[:same]))
-    return int(np.count_nonzero(now)) - kept, int(np.count_nonzero(was)) - kept
+    was, now = (np.frombuffer(each.loss_mask.data, "<u1", same) for each in (old, new))
+    return int(np.count_nonzero(was & now))
 
 
 def _common_tokens(left: TokenIds, right: TokenIds) -> int:
@@ -260,7 +265,8 @@ class _Matches:
         self._take((i, same.popleft()) for i in self.open_left if (same := waiting.get(key(self._left[i]))))
 
     def take_overlapping(self) -> None:
-        """Match what shares enough calls: first those with the most, of these those with the most leading ids.
+        """Match what shares enough calls: first those with the most, of these those with the most leading ids, of these
+        those with the most tokens that both train.
 
         Of equals the first of one side goes to the first of the other, which is the same seen from both sides.
         """
@@ -274,7 +280,7 @@ class _Matches:
             old, new = self._left[i], self._right[j]
             sizes = len(set(old.calls)), len(set(new.calls))
             if calls == min(sizes) or 2 * calls > max(sizes):
-                ranked.append((-calls, -_common_tokens(old.token_ids, new.token_ids), i, j))
+                ranked.append((-calls, -_common_tokens(old.token_ids, new.token_ids), -_kept(old, new), i, j))
         used: tuple[set[int], set[int]] = set(), set()
         best = []
         for *_, i, j in sorted(ranked):

@@ -43,7 +43,7 @@ class SamplePolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     max_tokens: Annotated[int, Meta(ge=2, description="tokens that a sample may have; null: no limit")] | None = None
     too_long: Annotated[
         Literal["cut", "drop"],
-        Meta(description="a longer sample: cut keeps its first `max_tokens` tokens, drop leaves it out"),
+        Meta(description="a longer sample: cut keeps at most its first `max_tokens` tokens, drop leaves it out"),
     ] = "cut"
     truncated: Annotated[
         Fate, Meta(description="samples of truncated rollouts: keep, mask (train no token of them) or drop")

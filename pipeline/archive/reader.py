@@ -34,8 +34,14 @@ class ArchiveLog:
 
 
 async def _in_order(archive: RunArchive) -> AsyncIterator[Stored]:
-    paths = archive.files()
-    if not paths and archive.manifest() is None:
+    paths, manifest = archive.files(), archive.manifest()
+    lacking = {file.name for file in manifest.files} - {path.name for path in paths} if manifest is not None else set()
+    if lacking:
+        raise ArchiveError(
+            f"{archive.path} lacks {', '.join(sorted(lacking))}, which its manifest names",
+            hint="restore it from a backup: without it the archive is not whole",
+        )
+    if not paths and manifest is None:
         raise ArchiveError(
             f"there is no archive of run {archive.run!r} at {archive.path}",
             hint="`rollyard archive --run RUN` makes it",

@@ -17,6 +17,7 @@ Name = Callable[[str], str]
 """A call's id to how it is called."""
 
 _CALLS_SHOWN: Final = 4
+_IDS_SHOWN: Final = 6
 _ANSWER_CHARS: Final = 200
 _ENDED: Final = {"truncated": "was truncated", "failed": "failed"}
 
@@ -105,14 +106,26 @@ def break_words(point: DriftPoint, name: Name) -> str:
 
 
 def sides(point: DriftPoint, token_bytes: TokenBytes | None) -> tuple[str, str]:
-    """What stands at a break in the earlier and in the later call."""
-    return _side(point.expected, token_bytes), _side(point.found, token_bytes)
+    """What stands at a break in the earlier and in the later call; with the ids where the text tells no difference."""
+    both = point.expected, point.found
+    if token_bytes is None:
+        return _side(both[0], None), _side(both[1], None)
+    texts = [text_of(ids, token_bytes) for ids in both]
+    alike = texts[0].startswith(texts[1]) or texts[1].startswith(texts[0])
+    expected, found = (
+        f"{_side(ids, token_bytes)}{f', ids {_some_ids(ids)}' if alike and len(ids) else ''}" for ids in both
+    )
+    return expected, found
 
 
 def _side(ids: TokenIds, token_bytes: TokenBytes | None) -> str:
     if not ids:
         return "(nothing)"
     return quoted(text_of(ids, token_bytes), limit=160) if token_bytes else " ".join(map(str, ids))
+
+
+def _some_ids(ids: TokenIds) -> str:
+    return " ".join(map(str, ids[:_IDS_SHOWN])) + (" ..." if len(ids) > _IDS_SHOWN else "")
 
 
 def number(value: float | None) -> str:

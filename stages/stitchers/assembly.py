@@ -97,6 +97,8 @@ def _branches(wanted: Sequence[Turn], commit: Commit, excluded: Counter[str]) ->
             reasons |= {turn.call_id: "too_long" for turn in walk if turn.call_id in allowed}
             continue
         reach = [turn for turn in walk if turn.prompt.depth < limit]
+        # A prompt behind the last reply that is reached would be context for nothing.
+        limit = min(limit, reach[-1].tip.depth) if reach else 0
         fresh = [turn for turn in reach if turn.call_id in allowed and turn.call_id not in done]
         beyond = {turn.call_id: "cut" for turn in walk[len(reach) :] if turn.call_id in allowed}
         reasons |= {call_id: why for call_id, why in beyond.items() if call_id not in reasons}
@@ -270,8 +272,9 @@ def _versions(end: CallEnd, size: int) -> bytes:
         return _version(end.policy_version) * size
     versions = bytearray(_version(end.policy_version) * size)
     for span in end.version_spans:
-        first, last = min(span.start, size), min(span.end, size)
-        versions[4 * first : 4 * last] = _version(span.policy_version) * (last - first)
+        first, last = (min(max(at, 0), size) for at in (span.start, span.end))
+        if first < last:
+            versions[4 * first : 4 * last] = _version(span.policy_version) * (last - first)
     return bytes(versions)
 
 

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
-
-import msgspec
 
 from rollyard.schemas.call import Message
 from rollyard.schemas.packed import TokenIds
 from rollyard.schemas.sample import DriftPoint, DriftReason
 from rollyard.stages.stitchers.graph import Node, Turn, fork, stretch
-from rollyard.stages.stitchers.lenience import Matcher
+from rollyard.stages.stitchers.lenience import Matcher, written
 from rollyard.stages.stitchers.lineage import Kin
 
 SHOWN_IDS: Final = 16
 _SHOWN_CHARS: Final = 120
 _BEFORE_CHARS: Final = 20
 _FIRST_KEYS: Final = ("role", "content", "reasoning_content", "tool_calls")
-_json: Final = msgspec.json.Encoder(order="sorted").encode
 _RESYNC_IDS: Final = 4
 _TURN_END_IDS: Final = 2
 _SEARCHED_IDS: Final = 4096
@@ -61,46 +58,62 @@ def _reason(turn: Turn, kin: Kin, matcher: Matcher) -> tuple[DriftReason, int | 
     earlier = kin.turn
     if earlier.end is not None and earlier.end.status != "ok" and earlier.seq < turn.seq:
         return "dead_reply_kept", None, f"the reply of a call that ended as {earlier.end.status} is in the history"
-    messages, logged = turn.messages(), earlier.messages()
-    if earlier.reply is not None:
-        logged.append(earlier.reply)
-    first = _first_difference(logged, messages, matcher)
+    both = _Both.of(turn, earlier)
+    first = both.first_difference(matcher)
     if first is not None:
-        return _reason_by_message(logged, messages, first, replied=earlier.reply is not None)
-    if turn.settings() != earlier.settings():
+        return _reason_by_message(both, first, replied=earlier.reply is not None)
+    if (turn.intent.tools is not None or turn.named is not earlier) and turn.settings() != earlier.settings():
         return "tools_changed", None, _tools_differ(turn, earlier)
-    echoed = _reason_by_echo(turn, logged, messages, matcher)
-    return echoed or (_reason_by_ids(turn, earlier, logged), None, "")
+    return _reason_by_echo(turn, earlier, both, matcher) or (_reason_by_ids(turn, earlier), None, "")
 
 
-def _first_difference(logged: Sequence[Message], messages: Sequence[Message], matcher: Matcher) -> int | None:
-    for index, (left, right) in enumerate(zip(logged, messages, strict=False)):
-        if not matcher.same(left, right):
-            return index
-    return len(messages) if len(messages) < len(logged) else None
+@dataclass(frozen=True, slots=True)
+class _Both:
+    """The messages and the reply of the earlier call, and those of the request, from message `start` on.
+
+    Before it they are the same ones: what a record shares with that of its parent.
+    """
+
+    start: int
+    logged: list[Message]
+    messages: list[Message]
+
+    @classmethod
+    def of(cls, turn: Turn, earlier: Turn) -> _Both:
+        start = turn.intent.shared_messages if turn.named is earlier else 0
+        messages = turn.intent.messages if start else turn.messages()
+        logged = earlier.messages()[start:] if start < earlier.count else []
+        if earlier.reply is not None and start < earlier.length:
+            logged.append(earlier.reply)
+        return cls(start, logged, messages)
+
+    def first_difference(self, matcher: Matcher) -> int | None:
+        """Where in both the first messages stand that do not match."""
+        for index, (left, right) in enumerate(zip(self.logged, self.messages, strict=False)):
+            if not matcher.same(left, right):
+                return index
+        return len(self.messages) if len(self.messages) < len(self.logged) else None
 
 
-def _reason_by_message(
-    logged: Sequence[Message], messages: Sequence[Message], first: int, *, replied: bool
-) -> tuple[DriftReason, int | None, str]:
-    left = logged[first]
-    right: Message = messages[first] if first < len(messages) else {}
-    detail = _differ(left, right)
+def _reason_by_message(both: _Both, first: int, *, replied: bool) -> tuple[DriftReason, int | None, str]:
+    left = both.logged[first]
+    right: Message = both.messages[first] if first < len(both.messages) else {}
+    place, detail = both.start + first, _differ(left, right)
     if left.get("role") in _SYSTEM or right.get("role") in _SYSTEM:
-        return "system_changed", first, detail
-    if replied and first == len(logged) - 1 and right.get("role") == "assistant":
+        return "system_changed", place, detail
+    if replied and first == len(both.logged) - 1 and right.get("role") == "assistant":
         if _without_arguments(left) == _without_arguments(right) and left.get("tool_calls"):
-            return "arguments_rewritten", first, detail
+            return "arguments_rewritten", place, detail
         if _has_reasoning(left) and not _has_reasoning(right):
-            return "reasoning_stripped", first, detail
-    return "history_edited", first, detail
+            return "reasoning_stripped", place, detail
+    return "history_edited", place, detail
 
 
 def _reason_by_echo(
-    turn: Turn, logged: Sequence[Message], messages: Sequence[Message], matcher: Matcher
+    turn: Turn, earlier: Turn, both: _Both, matcher: Matcher
 ) -> tuple[DriftReason, int | None, str] | None:
     """By what the agent changed though the messages count as the same."""
-    for index, (left, right) in enumerate(zip(logged, messages, strict=False)):
+    for index, (left, right) in enumerate(zip(both.logged, both.messages, strict=False), both.start):
         if left is right or left == right:
             continue
         if _has_reasoning(left) and not _has_reasoning(right):
@@ -108,21 +121,20 @@ def _reason_by_echo(
         for rule in sorted(matcher.needed(left, right)):
             if rule in _OF_REWRITTEN:
                 return _OF_REWRITTEN[rule], index, _differ(left, right)
-    reply = len(logged) - 1
     for rule in turn.intent.lenience:
-        if rule == "foreign_reply_keys_dropped" and not _has_reasoning(logged[reply]):
+        if rule == "foreign_reply_keys_dropped" and not _has_reasoning(earlier.reply or {}):
             continue
         if rule in _OF_REWRITTEN:
-            return _OF_REWRITTEN[rule], reply, f"by rule {rule}"
+            return _OF_REWRITTEN[rule], earlier.length - 1, f"by rule {rule}"
     return None
 
 
-def _reason_by_ids(turn: Turn, earlier: Turn, logged: Sequence[Message]) -> DriftReason:
+def _reason_by_ids(turn: Turn, earlier: Turn) -> DriftReason:
     """The messages are the same: by where the ids part, and whether they meet again."""
     place = fork(turn.prompt, earlier.tip)
     expected = stretch(earlier.tip, place.depth, _SEARCHED_IDS)
     found = stretch(turn.prompt, place.depth, _SEARCHED_IDS)
-    if any(map(_has_reasoning, logged)) and _skips(expected, found):
+    if _skips(expected, found) and any(map(_has_reasoning, [*earlier.messages(), earlier.reply or {}])):
         return "reasoning_stripped"
     if place.depth < earlier.prompt.depth or earlier.tip.depth - place.depth <= _TURN_END_IDS:
         return "re_templated"
@@ -147,7 +159,9 @@ def _has_reasoning(message: Message) -> bool:
 
 def _without_arguments(message: Message) -> list[Any]:
     calls = message.get("tool_calls")
-    named = [call.get("function", {}).get("name") for call in calls or () if isinstance(call, dict)]
+    listed = calls if isinstance(calls, list) else [calls]
+    functions = [call.get("function") if isinstance(call, dict) else call for call in listed]
+    named = [function.get("name") if isinstance(function, dict) else function for function in functions]
     return [message.get("content") or "", named]
 
 
@@ -172,7 +186,7 @@ def _differ(left: Message, right: Message) -> str:
 
 
 def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else "nothing" if value in (None, [], {}) else _json(value).decode()
+    return value if isinstance(value, str) else "nothing" if value in (None, [], {}) else written(value).decode()
 
 
 def _excerpt(text: str, start: int) -> str:

@@ -18,7 +18,7 @@ from rollyard.stages.stitchers.breaks import break_of, point
 from rollyard.stages.stitchers.graph import Turn, link_parents, read_turns
 from rollyard.stages.stitchers.lenience import LAST_USER_EXTENDED, Matcher
 from rollyard.stages.stitchers.lineage import Kin, Lineage
-from rollyard.stages.stitchers.links import replaced, starter
+from rollyard.stages.stitchers.links import Starters, replaced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,11 +88,18 @@ def exclude(turns: Sequence[Turn]) -> None:
         turn.excluded = _why_not(turn)
     packed = [turn.end.logprobs.data for turn in turns if turn.excluded is None and turn.end is not None]
     # One look at all of them: most sessions have no such number.
-    if np.isfinite(np.frombuffer(b"".join(packed), "<f4")).all():
+    if _fault_of(b"".join(packed)) is None:
         return
     for turn in turns:
-        if turn.excluded is None and turn.end is not None and not np.isfinite(np.asarray(turn.end.logprobs)).all():
-            turn.excluded = "nonfinite_logprobs"
+        if turn.excluded is None and turn.end is not None:
+            turn.excluded = _fault_of(turn.end.logprobs.data)
+
+
+def _fault_of(logprobs: bytes) -> str | None:
+    values = np.frombuffer(logprobs, "<f4")
+    if not np.isfinite(values).all():
+        return "nonfinite_logprobs"
+    return "bad_logprobs" if (values > _ABOVE_ZERO).any() else None
 
 
 def _why_not(turn: Turn) -> str | None:
@@ -138,6 +145,9 @@ def walk_to(turn: Turn) -> list[Turn]:
 
 # --- breaks and links ---
 
+_ABOVE_ZERO: Final = 1e-3
+"""What rounding may add to the logprob of a token that was certain."""
+
 Thread = tuple[tuple[str, str, str], str]
 _WORK: Final = ("main", "sub_agent")
 
@@ -148,7 +158,7 @@ class _Between:
     def __init__(self, turns: Sequence[Turn], lineage: Lineage, dead: Mapping[str, Turn]) -> None:
         self.drift: list[DriftPoint] = []
         self.links: list[Link] = []
-        self._turns = turns
+        self._starters = Starters(turns)
         self._kin = lineage.kin
         self._matcher = lineage.matcher
         self._compacted: dict[Thread, Turn] = {}
@@ -184,7 +194,7 @@ class _Between:
 
     def _sub_agent(self, turn: Turn, kin: Kin | None) -> None:
         """A sub-agent begins: with words of its own, or as a fork of the conversation that started it."""
-        start = kin.turn if kin is not None else starter(turn, self._turns)
+        start = kin.turn if kin is not None else self._starters.find(turn)
         if kin is None or self._is_break(turn, kin):
             self.drift.append(point(turn, start, "sub_agent"))
         if start is not None:

@@ -231,14 +231,14 @@ def _read_turn(
     agent = intent.agent
     turn.thread = (agent.session, agent.thread, agent.sub_agent)
     if named is None:
-        turn.broken = intent.parent is not None or intent.shared_messages > 0
+        turn.broken = intent.parent is not None or intent.shared_messages != 0
     else:
-        turn.broken = named.broken or not named.seq or intent.shared_messages > named.length
+        turn.broken = named.broken or not named.seq or not 0 <= intent.shared_messages <= named.length
     if end is None:
         return turn
     shared = end.shared_prompt_ids
     base = named.tip if named is not None else root
-    if shared > base.depth:
+    if not 0 <= shared <= base.depth:
         turn.broken = True
     if not turn.broken:
         start = base if shared == base.depth else tree.at(base, shared) if shared else root

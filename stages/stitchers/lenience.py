@@ -21,8 +21,9 @@ _VOLATILE_LINE: Final = re.compile(
     r"^(x-anthropic-billing-header:.*|[ \t]*(today's date|(the )?current (date|time|datetime|date and time))\b.*)$\n?",
     re.I | re.M,
 )
-_REMINDERS: Final = re.compile(r"(\s*<system-reminder>(?:(?!</system-reminder>).)*</system-reminder>)+\s*\Z", re.S)
+_OPENS, _CLOSES = "<system-reminder>", "</system-reminder>"
 _MASK: Final = re.compile(r"\*{3,}")
+_BETWEEN_WORDS: Final = re.compile(r'[\s"\\]')
 _SYSTEM: Final = ("system", "developer")
 UNPARSED: Final = "__unparsedToolInput"
 
@@ -55,7 +56,14 @@ def _drop_trailing_space(message: Message) -> Message:
 def _drop_reminders(message: Message) -> Message:
     if message.get("role") != "tool":
         return message
-    return _each_text(message, lambda text: _REMINDERS.sub("", text))
+    return _each_text(message, _without_reminders)
+
+
+def _without_reminders(text: str) -> str:
+    kept = text.rstrip()
+    while kept.endswith(_CLOSES) and (start := kept.rfind(_OPENS)) >= 0:
+        text = kept = kept[:start].rstrip()
+    return text
 
 
 def _restore_tool_input(message: Message) -> Message:
@@ -106,13 +114,18 @@ class Matcher:
         self.off = frozenset(off)
         self._rules = {name: rule for name, rule in CANONICAL.items() if name not in self.off}
         self._digests: dict[int, tuple[Message, bytes]] = {}
+        self._by_content: dict[bytes, bytes] = {}
 
     def digest(self, message: Message) -> bytes:
         """A digest of the canonical form. The message must not change afterwards."""
         known = self._digests.get(id(message))
         if known is None:
-            # The message is kept with it, so that no other one gets its address.
-            known = self._digests[id(message)] = (message, _digest(self._form(message)))
+            # The message is kept with it, so that no other one gets its address. Agents repeat most of what they say.
+            said = written(message)
+            digest = self._by_content.get(said)
+            if digest is None:
+                digest = self._by_content[said] = _digest(self._form(message))
+            known = self._digests[id(message)] = (message, digest)
         return known[1]
 
     def same(self, left: Message, right: Message) -> bool:
@@ -123,11 +136,18 @@ class Matcher:
         """The same, where `***` in `right` may stand for any one word."""
         if self.same(left, right):
             return True
-        pattern = _MASK.split(_json.encode(self._form(right)).decode())
-        if len(pattern) == 1:
+        first, *rest = _MASK.split(written(self._form(right)).decode())
+        wanted = written(self._form(left)).decode()
+        if not rest or not wanted.startswith(first):
             return False
-        wanted = _json.encode(self._form(left)).decode()
-        return re.fullmatch(r'[^\s"\\]*?'.join(map(re.escape, pattern)), wanted) is not None
+        at = len(first)
+        for part in rest[:-1]:
+            start, at = at, wanted.find(part, at)
+            if at < 0 or _BETWEEN_WORDS.search(wanted, start, at):
+                return False
+            at += len(part)
+        end = len(wanted) - len(rest[-1])
+        return at <= end and wanted.endswith(rest[-1]) and not _BETWEEN_WORDS.search(wanted, at, end)
 
     def needed(self, left: Message, right: Message) -> frozenset[str]:
         """The rules without which two messages that are the same would differ."""
@@ -159,8 +179,14 @@ def _apply(message: Message, rules: dict[str, Rule], *, leave_out: str = "") -> 
 
 
 def _digest(form: Message) -> bytes:
+    return blake2b(written(form), digest_size=16).digest()
+
+
+def written(value: Any) -> bytes:
+    """Anything that JSON can hold as bytes, also where JSON cannot be written of it."""
     try:
-        encoded = _json.encode(form)
+        return _json.encode(value)
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return repr(value).encode(errors="backslashreplace")
     except RecursionError:  # arguments can be parsed deeper than they can be written
-        encoded = repr(form).encode(errors="backslashreplace")
-    return blake2b(encoded, digest_size=16).digest()
+        return b"too deep to write"

@@ -67,14 +67,14 @@ class Lineage:
         """
         if self._index is None:
             self._index = _Index(self._turns, self.matcher)
-        messages = turn.messages()
-        found, rules = self._index.find(turn, messages)
+        found, rules = self._index.find(turn)
         matched = found or known
         if matched is None:
-            nearest = self._index.nearest(turn, messages) or turn.named
+            nearest = self._index.nearest(turn) or turn.named
             return Kin(nearest, same=False) if nearest is not None else None
-        if _holds_reply(messages, matched.length):
-            nearest = self._index.nearest(turn, messages, matched.length)
+        behind = max(0, matched.length - turn.intent.shared_messages)
+        if _holds_reply(turn.intent.messages, behind):
+            nearest = self._index.nearest(turn, behind)
             if nearest is not None and nearest.length > matched.length and nearest.thread == turn.thread:
                 return Kin(nearest, same=False)
         self.lenience.update(rules)
@@ -95,7 +95,10 @@ def _whole(turn: Turn, named: Turn) -> bool:
 
 
 class _Index:
-    """The places where the replies of a session end."""
+    """The places where the replies of a session end.
+
+    What a request shares with the parent in its record need not be looked at again: there stand the parent's chains.
+    """
 
     def __init__(self, turns: Iterable[Turn], matcher: Matcher) -> None:
         self._matcher = matcher
@@ -109,70 +112,59 @@ class _Index:
                 self._add(turn)
 
     def _add(self, turn: Turn) -> None:
-        chains = fold(self._chain_at(turn.named, turn.intent.shared_messages), self._digests(turn.intent.messages))
-        turn.own_chains = chains
-        before = chains[-1] if chains else self._chain_at(turn.named, turn.intent.shared_messages)
+        base = _chain_at(turn.named, turn.intent.shared_messages)
+        turn.own_chains = fold(base, [self._matcher.digest(message) for message in turn.intent.messages])
+        before = turn.own_chains[-1] if turn.own_chains else base
         self._asked.setdefault(before, []).append(turn)
         if turn.reply is None:
             return
         reply = self._matcher.digest(turn.reply)
-        turn.own_chains = [*chains, *fold(before, [reply])]
+        last = turn.intent.messages[-1] if turn.intent.messages else None
+        if last is not None and last.get("role") == "user" and turn.count > 1:
+            place = turn.own_chains[-2] if len(turn.own_chains) > 1 else base
+            self._floating.setdefault(fold(place, [reply])[0], []).append(turn)
+        turn.own_chains += fold(before, [reply])
         self._replies.setdefault(turn.own_chains[-1], []).append(turn)
         self._by_reply.setdefault(reply, []).append(turn)
         self._answered.append(turn)
-        last = turn.intent.messages[-1] if turn.intent.messages else None
-        if last is not None and last.get("role") == "user" and turn.count > 1:
-            place = chains[-2] if len(chains) > 1 else self._chain_at(turn.named, turn.intent.shared_messages)
-            self._floating.setdefault(fold(place, [reply])[0], []).append(turn)
 
-    def _digests(self, messages: Sequence[Message]) -> list[bytes]:
-        return [self._matcher.digest(message) for message in messages]
-
-    def _chain_at(self, turn: Turn | None, count: int) -> bytes:
-        """The chain after the first `count` messages of a call and its reply."""
-        if not count:
-            return ROOT
-        while turn is not None and count <= turn.intent.shared_messages:
-            turn = turn.named
-        if turn is None or not turn.own_chains:
-            return ROOT
-        return turn.own_chains[count - turn.intent.shared_messages - 1]
-
-    def find(self, turn: Turn, messages: Sequence[Message]) -> tuple[Turn | None, Iterable[str]]:
+    def find(self, turn: Turn) -> tuple[Turn | None, Iterable[str]]:
         """The call with the most messages that, with its reply, begin a request, and the rules by which they do."""
-        found, rules = self._by_chain(turn, messages)
-        known = found.length if found is not None else 0
-        if MASKED_SECRETS not in self._matcher.off and any(map(is_masked, messages[known:])):
-            unmasked = self._unmasked(turn, messages, known)
+        found, rules = self._by_chain(turn)
+        if MASKED_SECRETS not in self._matcher.off and any(map(is_masked, turn.intent.messages)):
+            unmasked = self._unmasked(turn, found.length if found is not None else 0)
             if unmasked is not None:
                 return unmasked, (MASKED_SECRETS,)
         return found, rules
 
-    def _by_chain(self, turn: Turn, messages: Sequence[Message]) -> tuple[Turn | None, Iterable[str]]:
-        chains = fold(ROOT, self._digests(messages))
-        for count in range(len(messages), 0, -1):
-            if messages[count - 1].get("role") != "assistant":
+    def _by_chain(self, turn: Turn) -> tuple[Turn | None, Iterable[str]]:
+        own, chains = turn.intent.messages, turn.own_chains or []
+        for index in range(len(own) - 1, -1, -1):
+            if own[index].get("role") != "assistant":
                 continue
-            found = _latest(self._replies.get(chains[count - 1], ()), turn)
+            found = _latest(self._replies.get(chains[index], ()), turn)
             if found is not None:
-                return found, self._rules(found, messages)
+                return found, self._rules(found, turn)
             if FLOATING_USER_MESSAGE not in self._matcher.off:
-                found = _latest(self._floating.get(chains[count - 1], ()), turn)
-                if found is not None and self._matcher.same(found.intent.messages[-1], messages[-1]):
+                found = _latest(self._floating.get(chains[index], ()), turn)
+                if found is not None and self._matcher.same(found.intent.messages[-1], own[-1]):
                     return found, (FLOATING_USER_MESSAGE,)
-        return None, ()
+        above = _answered_above(turn)
+        if above is None or not above.own_chains:
+            return None, ()
+        return _latest(self._replies.get(above.own_chains[-1], ()), turn), ()
 
-    def _rules(self, found: Turn, messages: Sequence[Message]) -> set[str]:
-        logged = found.messages()
+    def _rules(self, found: Turn, turn: Turn) -> set[str]:
+        start = turn.intent.shared_messages if found is turn.named else 0
+        logged, messages = found.messages(), turn.messages()
         if found.reply is not None:
             logged.append(found.reply)
-        return {
-            rule for left, right in zip(logged, messages, strict=False) for rule in self._matcher.needed(left, right)
-        }
+        pairs = zip(logged[start:], messages[start:], strict=False)
+        return {rule for left, right in pairs if left is not right for rule in self._matcher.needed(left, right)}
 
-    def _unmasked(self, turn: Turn, messages: Sequence[Message], known: int) -> Turn | None:
+    def _unmasked(self, turn: Turn, known: int) -> Turn | None:
         """The call of the most messages, more than `known`, that match where `***` hides something."""
-        matcher = self._matcher
+        matcher, messages = self._matcher, turn.messages()
         for found in sorted(self._answered, key=lambda each: (each.length, each.end_seq), reverse=True):
             if found is turn or found.end_seq > turn.seq or not known < found.length <= len(messages):
                 continue
@@ -183,19 +175,39 @@ class _Index:
                 return found
         return None
 
-    def nearest(self, turn: Turn, messages: Sequence[Message], start: int = 0) -> Turn | None:
-        """The call whose reply stands last, or stood where another text stands now, in the messages from `start` on."""
-        chains = fold(ROOT, self._digests(messages))
-        for count in range(len(messages) - 1, start - 1, -1):
-            if messages[count].get("role") != "assistant":
+    def nearest(self, turn: Turn, start: int = 0) -> Turn | None:
+        """The call whose reply stands last, or stood where another text stands now, in the request's own messages from
+        `start` on; else the last whose reply it shares with its parent."""
+        own, chains = turn.intent.messages, turn.own_chains or []
+        for index in range(len(own) - 1, start - 1, -1):
+            if own[index].get("role") != "assistant":
                 continue
-            asked = self._asked.get(chains[count - 1] if count else ROOT, ())
+            before = chains[index - 1] if index else _chain_at(turn.named, turn.intent.shared_messages)
+            asked = self._asked.get(before, ())
             failed = [each for each in asked if each.end is not None and each.end.status != "ok"]
-            replied = self._by_reply.get(self._matcher.digest(messages[count]), ())
-            for candidates in (failed, replied, asked):
+            for candidates in (failed, self._by_reply.get(self._matcher.digest(own[index]), ()), asked):
                 if (found := _latest(candidates, turn)) is not None:
                     return found
-        return None
+        return _answered_above(turn)
+
+
+def _chain_at(turn: Turn | None, count: int) -> bytes:
+    """The chain after the first `count` messages of a call and its reply."""
+    if not count:
+        return ROOT
+    while turn is not None and count <= turn.intent.shared_messages:
+        turn = turn.named
+    if turn is None or not turn.own_chains:
+        return ROOT
+    return turn.own_chains[count - turn.intent.shared_messages - 1]
+
+
+def _answered_above(turn: Turn) -> Turn | None:
+    """Of the calls on the way to this one the last whose reply is among the messages that they share."""
+    limit, above = turn.intent.shared_messages, turn.named
+    while above is not None and (above.length > limit or above.reply is None):
+        limit, above = min(limit, above.intent.shared_messages), above.named
+    return above if limit else None
 
 
 def _latest(candidates: Sequence[Turn], turn: Turn) -> Turn | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -15,6 +16,8 @@ from rollyard.stages.stitchers.lineage import Kin
 
 _WORK: Final = ("main", "sub_agent")
 _LEAST_CHARS: Final = 8
+_LOOKED_AT: Final = 256
+_MARKS: Final = ("cache_control",)
 
 
 def replaced(turns: Sequence[Turn], kin: Mapping[str, Kin], matcher: Matcher) -> tuple[dict[str, Turn], int]:
@@ -81,39 +84,57 @@ def _extends(before: Turn, turn: Turn, matcher: Matcher) -> bool:
     old, new = _parts(before.intent.messages[-1]), _parts(turn.intent.messages[-1])
     if not old or len(new) <= len(old):
         return False
-    if not all(matcher.same(_as_user(left), _as_user(right)) for left, right in zip(old, new, strict=False)):
+    if new[: len(old)] != old:
         return False
     return all(map(matcher.same, before.messages()[:-1], turn.messages()[:-1]))
 
 
 def _parts(message: Message) -> list[Any]:
+    """The parts of its content; cache marks move from part to part and do not count."""
     content = message.get("content")
-    return content if isinstance(content, list) else [{"type": "text", "text": content}] if content else []
+    if not isinstance(content, list):
+        return [{"type": "text", "text": content}] if content else []
+    return [{k: v for k, v in part.items() if k not in _MARKS} if isinstance(part, dict) else part for part in content]
 
 
-def _as_user(part: Any) -> Message:
-    return {"role": "user", "content": [part]}
+class Starters:
+    """The calls that may have started a sub-agent, in the order in which they ended."""
 
+    def __init__(self, turns: Sequence[Turn]) -> None:
+        able = [turn for turn in turns if turn.end is not None and turn.end.status == "ok" and turn.end_seq]
+        self._turns = sorted((turn for turn in able if turn.intent.scenario in _WORK), key=_ended)
+        self._calling = [turn for turn in self._turns if turn.reply is not None and turn.reply.get("tool_calls")]
+        self._texts: dict[str, list[str]] = {}
 
-def starter(turn: Turn, turns: Sequence[Turn]) -> Turn | None:
-    """The call whose reply started a sub-agent: by the words that it was given, else the latest with tool calls."""
-    given = "\n".join(_text(message) for message in turn.messages() if message.get("role") == "user")
-    latest: Turn | None = None
-    calling: Turn | None = None
-    for each in reversed(turns):
-        if not 0 < each.end_seq < turn.seq or not _could_start(each, turn):
-            continue
-        latest = latest or each
-        if each.reply is not None and each.reply.get("tool_calls"):
-            calling = calling or each
-            if any(_tells(text, given) for text in _argument_texts(each.reply)):
+    def find(self, turn: Turn) -> Turn | None:
+        """The call whose reply started it: by the words that it was given, else the latest with tool calls.
+
+        A sub-agent begins soon after the call that started it: of those before it only the latest are looked at.
+        """
+        given = "\n".join(_text(message) for message in turn.messages() if message.get("role") == "user")
+        calling = self._before(turn, self._calling)
+        for each in calling:
+            if any(_tells(text, given) for text in self._arguments(each)):
                 return each
-    return calling or latest
+        return next(iter(calling or self._before(turn, self._turns)), None)
+
+    def _before(self, turn: Turn, turns: Sequence[Turn]) -> list[Turn]:
+        """Those that could have started `turn`, the latest first."""
+        count = bisect_left(turns, turn.seq, key=_ended)
+        return [each for each in reversed(turns[max(0, count - _LOOKED_AT) : count]) if _could_start(each, turn)]
+
+    def _arguments(self, turn: Turn) -> list[str]:
+        texts = self._texts.get(turn.call_id)
+        if texts is None:
+            texts = self._texts[turn.call_id] = list(_argument_texts(turn.reply or {}))
+        return texts
+
+
+def _ended(turn: Turn) -> int:
+    return turn.end_seq
 
 
 def _could_start(each: Turn, turn: Turn) -> bool:
-    if each.end is None or each.end.status != "ok" or each.intent.scenario not in _WORK:
-        return False
     if parent := turn.intent.agent.parent_thread:
         return each.intent.agent.thread == parent
     return each.thread != turn.thread or each.intent.scenario == "main"

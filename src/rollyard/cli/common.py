@@ -158,7 +158,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 def _cell(value: object) -> str:
     if value is None:
         return "-"
-    return f"{value:.3f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.3f}".rstrip("0").rstrip(".")
+    return str(value).replace("\r", "\\r").replace("\n", "\\n")
 
 
 def to_json(value: Any) -> str:

@@ -121,7 +121,7 @@ async def _compare(args: argparse.Namespace, config: Config) -> int:
     async with _source(args, config) as (source, _):
         report = await replay_run(source, args.run_name, progress=_progress(args.run_name))
     print(to_json(report) if args.json else render_report(report))
-    _say_if_empty(args, report)
+    _check_not_empty(args, report)
     return 0 if report.ok else ReplayError.exit_code
 
 
@@ -150,7 +150,7 @@ async def _remake(args: argparse.Namespace, config: Config, recipe: Recipe) -> i
         print(to_json(_plain(report, diff)))
     else:
         print("\n".join([*_summary(report), *(_diff_tables(diff) if diff else ()), *_written(args.out)]))
-    _say_if_empty(args, report)
+    _check_not_empty(args, report)
     if report.mismatches:
         return ReplayError.exit_code
     return EvaluationError.exit_code if report.not_judged and not report.judged else 0
@@ -198,10 +198,16 @@ def _progress(run: str) -> Progress:
 # --- what is printed ---
 
 
-def _say_if_empty(args: argparse.Namespace, report: ReplayReport | RemakeReport) -> None:
-    if not report.rollouts and not report.uncommitted and args.archive is None:
-        what = f"The log holds nothing of run {args.run_name}: it has just begun, or was purged."
-        print(f"{what} --from DIR reads its archive.", file=sys.stderr)
+def _check_not_empty(args: argparse.Namespace, report: ReplayReport | RemakeReport) -> None:
+    """Nothing reproduced is no proof. Raises ReplayError."""
+    from rollyard.schemas.errors import ReplayError
+
+    if not report.rollouts and not report.uncommitted:
+        where = "The log" if args.archive is None else f"The archive {args.archive}"
+        raise ReplayError(
+            f"{where} holds no rollout of run {args.run_name!r}: it has just begun, or was purged",
+            hint="--from DIR reads its archive" if args.archive is None else "`rollyard archive --verify` checks it",
+        )
 
 
 def _print_changes(changes: Sequence[SampleChange]) -> None:

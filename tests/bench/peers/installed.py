@@ -33,6 +33,10 @@ class Package:
     name: str
     requirement: str
     pythons: tuple[str, ...]
+    options: tuple[str, ...] = ()
+    """Of pip, for the requirement."""
+    further: tuple[str, ...] = ()
+    """What is installed after it."""
 
     @property
     def folder(self) -> Path:
@@ -53,7 +57,10 @@ class Package:
             raise RuntimeError(f"{self.name} needs one of {', '.join(self.pythons)} on the path")
         shutil.rmtree(self.folder, ignore_errors=True)
         subprocess.run([python, "-m", "venv", self.folder], check=True)
-        subprocess.run([self.bin / "python", "-m", "pip", "install", "-qq", self.requirement], check=True)
+        pip = [self.bin / "python", "-m", "pip", "install", "-qq"]
+        subprocess.run([*pip, *self.options, self.requirement], check=True)
+        if self.further:
+            subprocess.run([*pip, *self.further], check=True)
         (self.folder / "installed").touch()
 
 

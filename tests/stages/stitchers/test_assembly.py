@@ -126,6 +126,18 @@ def test_cut_keeps_the_start_and_says_how_much_is_gone(new_session: Any) -> None
     assert made(session, max_tokens=limit, too_long="drop").excluded == {"too_long": 4}
 
 
+def test_a_cut_within_a_prompt_ends_the_sample_at_the_reply_before(new_session: Any) -> None:
+    session = new_session(random.Random(3))
+    first = session.ask(None)
+    session.settle(first)
+    second = session.ask(first)
+    session.settle(second)
+    assert len(second.prompt) - len(first.ids) > 1
+    (sample,) = made(session, max_tokens=len(first.ids) + 1).samples
+    assert (sample.calls, sample.token_ids.tolist()) == (("c0",), first.ids)
+    assert sample.cut_tokens == len(second.ids) - len(first.ids)
+
+
 def test_a_dropped_branch_leaves_its_shared_start_to_the_next(new_session: Any) -> None:
     session = forked(new_session)
     longest, other = sorted(session.calls[2:], key=lambda call: -len(call.ids))
