@@ -37,6 +37,7 @@ class Contents:
         self._cached_bytes = 0
         self._names: dict[bytes, str] = {}
         self._put_s: dict[str, float] = {}
+        self._parts: dict[str, Any] = {}
 
     async def take_out(self, intent: CallIntent) -> CallIntent:
         """The record with names in the place of large parts. Raises BlobRefused when the store takes no more."""
@@ -63,7 +64,7 @@ class Contents:
         """The record whole again. Raises BlobError when a part cannot be read."""
         if not intent.contents:
             return intent
-        parts: dict[str, Any] = {where: msgspec.json.decode(self._get(name)) for where, name in intent.contents.items()}
+        parts: dict[str, Any] = {where: self._part(name) for where, name in intent.contents.items()}
         tools: list[Message] | None = parts.pop(TOOLS, intent.tools)
         messages = list(intent.messages)
         for index, message in parts.items():
@@ -88,6 +89,14 @@ class Contents:
             self._remember(name, data)
             self._put_s[name] = time.monotonic()
         return name
+
+    def _part(self, name: str) -> Any:
+        """A part, decoded once: records share it, and nobody changes it."""
+        data = self._get(name)
+        part = self._parts.get(name)
+        if part is None:
+            part = self._parts[name] = msgspec.json.decode(data)
+        return part
 
     def _get(self, name: str) -> bytes:
         data = self._cache.get(name)
@@ -116,4 +125,5 @@ class Contents:
             left, dropped = self._cache.popitem(last=False)
             self._names.pop(dropped, None)
             self._put_s.pop(left, None)
+            self._parts.pop(left, None)
             self._cached_bytes -= len(dropped)

@@ -249,15 +249,14 @@ class _Maker:
         versions: list[bytes] = []
         done = 0
         for turn in branch.walk:
-            assert turn.end is not None
-            start, size = turn.prompt.depth, len(turn.end.completion_ids)
-            gap = start - done
-            done = start + size
-            trained = not self._masked and turn.call_id in branch.trained
-            mask += (bytes(gap), (b"\1" if trained else b"\0") * size)
+            end, start, stop = turn.end, turn.prompt.depth, turn.tip.depth
+            assert end is not None
+            gap, size, done = start - done, stop - start, stop
+            trained = turn.call_id in branch.trained and not self._masked
+            mask += (bytes(gap), b"\1" * size if trained else bytes(size))
             # A trained id without a logprob is NaN: a number that is made up would pass for a real one.
-            logprobs += (bytes(4 * gap), (turn.end.logprobs.data or _NAN * size) if trained else bytes(4 * size))
-            versions += (_UNKNOWN * gap, _versions(turn.end, size))
+            logprobs += (bytes(4 * gap), (end.logprobs.data or _NAN * size) if trained else bytes(4 * size))
+            versions += (_UNKNOWN * gap, _versions(end, size))
         limit = branch.limit
         columns = b"".join(mask), b"".join(logprobs), b"".join(versions)
         return columns if done == limit else (columns[0][:limit], columns[1][: 4 * limit], columns[2][: 4 * limit])
@@ -278,6 +277,7 @@ def _versions(end: CallEnd, size: int) -> bytes:
     return bytes(versions)
 
 
+@lru_cache(maxsize=1024)
 def _version(version: int | None) -> bytes:
     known = version is not None and 0 <= version < 1 << 31
     return (version if known and version is not None else _UNKNOWN_VERSION).to_bytes(4, "little", signed=True)

@@ -181,6 +181,8 @@ class _Between:
 
     def _begins(self, turn: Turn, replaces: Turn | None) -> None:
         kin = self._kin.get(turn.call_id)
+        if kin is not None and kin.same and kin.turn is turn.parent and kin.turn.thread == turn.thread and not replaces:
+            return  # most calls: they go on, and that is all
         if (condensed := self._condensed(turn, kin)) is not None:
             self.drift.append(point(turn, condensed, "compaction"))
             self._link("compaction", turn, condensed)

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Final, TypeVar
 
-import numpy as np
-
 from rollyard.schemas.call import CallEnd, CallEvent, CallIntent, Message
 from rollyard.schemas.packed import TokenIds
 
@@ -23,17 +21,26 @@ _ITEM: Final = TokenIds.itemsize
 class Node:
     """A stretch of ids after those of its parent; `depth` counts the ids from the root to its end.
 
-    `owners` are the calls whose prompt and reply end here and can be trained.
+    `owners` are the calls whose prompt and reply end here and can be trained. Nearly every node has one child, `only`;
+    the children of others stand in `children`, by their first id.
     """
 
-    __slots__ = ("children", "depth", "edge", "owners", "parent")
+    __slots__ = ("children", "depth", "edge", "only", "owners", "parent")
 
     def __init__(self, parent: Node | None, edge: bytes, depth: int) -> None:
         self.parent = parent
         self.edge = edge
         self.depth = depth
+        self.only: Node | None = None
         self.children: dict[bytes, Node] | None = None
         self.owners: list[Turn] | None = None
+
+    def child(self, ids: bytes, start: int) -> Node | None:
+        """The child that begins as `ids` do at byte `start`."""
+        only = self.only
+        if only is not None:
+            return only if ids.startswith(only.edge[:_ITEM], start) else None
+        return self.children.get(ids[start : start + _ITEM]) if self.children is not None else None
 
     def path(self) -> list[Node]:
         """The nodes from the root to this one."""
@@ -73,7 +80,7 @@ class TokenTree:
         """The node that ends after `ids`, beginning at the end of `node`; made if there is none."""
         start, end = 0, len(ids)
         while start < end:
-            child = node.children.get(ids[start : start + _ITEM]) if node.children else None
+            child = node.child(ids, start)
             if child is None:
                 return self._hang(node, ids[start:] if start else ids)
             edge = child.edge
@@ -86,19 +93,26 @@ class TokenTree:
 
     def _hang(self, node: Node, edge: bytes) -> Node:
         child = Node(node, edge, node.depth + len(edge) // _ITEM)
-        if node.children is None:
-            node.children = {}
-        node.children[edge[:_ITEM]] = child
+        if node.children is not None:
+            node.children[edge[:_ITEM]] = child
+        elif node.only is None:
+            node.only = child
+        else:
+            node.children = {node.only.edge[:_ITEM]: node.only, edge[:_ITEM]: child}
+            node.only = None
         return child
 
     def _split(self, node: Node, size: int) -> Node:
         """Cut the edge of `node` after `size` bytes; returns the upper part, `node` stays the lower one."""
         above = node.parent
-        assert above is not None and above.children is not None
+        assert above is not None
         upper = Node(above, node.edge[:size], above.depth + size // _ITEM)
-        above.children[node.edge[:_ITEM]] = upper
+        if above.children is not None:
+            above.children[node.edge[:_ITEM]] = upper
+        else:
+            above.only = upper
         node.parent, node.edge = upper, node.edge[size:]
-        upper.children = {node.edge[:_ITEM]: node}
+        upper.only = node
         return upper
 
 
@@ -108,9 +122,10 @@ def _depth_before(node: Node) -> int:
 
 def common_bytes(left: bytes, right: bytes, start: int = 0) -> int:
     """How many bytes of whole ids are equal at the start of `left` and of `right[start:]`."""
-    count = min(len(left), len(right) - start) // _ITEM
-    differs = np.frombuffer(left, "<u4", count) != np.frombuffer(right, "<u4", count, start)
-    return (int(differs.argmax()) if differs.any() else count) * _ITEM
+    size = min(len(left), len(right) - start) // _ITEM * _ITEM
+    differs = int.from_bytes(left[:size], "little") ^ int.from_bytes(right[start : start + size], "little")
+    # Its lowest bit stands in the first byte that differs.
+    return ((differs & -differs).bit_length() - 1) // 8 // _ITEM * _ITEM if differs else size
 
 
 def fork(left: Node, right: Node) -> Node:
@@ -131,7 +146,8 @@ def stretch(node: Node, start: int, count: int) -> TokenIds:
     below: Node | None = node
     while below is not None and below.depth > start:
         before = _depth_before(below)
-        pieces.append(below.edge[max(0, start - before) * _ITEM : max(0, start + count - before) * _ITEM])
+        if before < start + count:
+            pieces.append(below.edge[max(0, start - before) * _ITEM : (start + count - before) * _ITEM])
         below = below.parent
     return TokenIds(b"".join(reversed(pieces)))
 

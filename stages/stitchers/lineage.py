@@ -54,7 +54,8 @@ class Lineage:
         # behind those that the gateway knew again is one of a later call, before which something was rewritten.
         alone = named is not None and (named.thread == turn.thread or turn.thread not in self._threads)
         if named is not None and whole and not replied and alone:
-            self.lenience.update(intent.lenience)
+            if intent.lenience:
+                self.lenience.update(intent.lenience)
             return Kin(named, same=True)
         if named is None and not replied:
             return None
@@ -82,7 +83,7 @@ class Lineage:
 
 
 def _holds_reply(messages: Sequence[Message], start: int) -> bool:
-    return any(message.get("role") == "assistant" for message in islice(messages, start, None))
+    return "assistant" in [message.get("role") for message in islice(messages, start, None)]
 
 
 def _whole(turn: Turn, named: Turn) -> bool:

@@ -98,8 +98,9 @@ async def test_it_compares_with_the_commits(replay: Replay, logged: list[str]) -
 async def test_a_run_without_events_is_told_from_one_that_is_equal(bus: Bus, replay: Replay) -> None:
     await Bucket[Run](bus, subjects.RUNS, Run).put("run", Run(run="run"))
     done = await replay()
-    assert (done.returncode, done.stdout) == (0, "0 of 0 samples of 0 rollouts equal their commits.\n")
-    assert done.stderr.startswith("The log holds nothing of run run: it has just begun, or was purged. --from DIR ")
+    assert (done.returncode, done.stdout) == (5, "")
+    assert "The log holds no rollout of run 'run': it has just begun, or was purged" in done.stderr
+    assert "(--from DIR reads its archive)" in done.stderr
 
 
 async def test_a_summary_of_samples_made_anew(replay: Replay, logged: list[str], tmp_path: Path) -> None:

@@ -120,8 +120,8 @@ async def _compare(args: argparse.Namespace, config: Config) -> int:
 
     async with _source(args, config) as (source, _):
         report = await replay_run(source, args.run_name, progress=_progress(args.run_name))
-    print(to_json(report) if args.json else render_report(report))
     _check_not_empty(args, report)
+    print(to_json(report) if args.json else render_report(report))
     return 0 if report.ok else ReplayError.exit_code
 
 
@@ -144,13 +144,13 @@ async def _remake(args: argparse.Namespace, config: Config, recipe: Recipe) -> i
                 write=folder.add if folder else None,
                 progress=_progress(args.run_name),
             )
+        _check_not_empty(args, report)
         if folder:
             folder.finish({"run": args.run_name, "made_by": recipe, "report": report})
     if args.json:
         print(to_json(_plain(report, diff)))
     else:
         print("\n".join([*_summary(report), *(_diff_tables(diff) if diff else ()), *_written(args.out)]))
-    _check_not_empty(args, report)
     if report.mismatches:
         return ReplayError.exit_code
     return EvaluationError.exit_code if report.not_judged and not report.judged else 0

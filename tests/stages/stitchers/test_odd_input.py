@@ -124,3 +124,33 @@ def test_contents_too_deep_to_write(levels: int) -> None:
 def end(call_id: str, prompt: list[int], sampled: list[int], reply: Any) -> CallEnd:
     ids = TokenIds.of(prompt), TokenIds.of(sampled)
     return CallEnd(call_id=call_id, status="ok", prompt_ids=ids[0], completion_ids=ids[1], reply=reply, **SAME)
+
+
+SPACES = " " * 200_000 + "x"
+NEVER_CLOSED = "<system-reminder>" * 20_000
+MASKS = "***," * 12 + "x"
+
+
+@pytest.mark.parametrize(
+    ("said", "echoed"), [(SPACES, SPACES + " "), (NEVER_CLOSED, NEVER_CLOSED + "."), ("," * 200, MASKS)]
+)
+def test_texts_that_make_patterns_go_back_and_forth(said: str, echoed: str) -> None:
+    """It would not end, were it not linear."""
+    user = {"role": "user", "content": "x"}
+    told = {"role": "tool", "tool_call_id": "1", "content": said}
+    intent: dict[str, Any] = {"gateway": "g", "latest_end_ms": 0, **SAME}
+    fits(
+        [
+            (1, CallIntent(call_id="a", messages=[user, told], **intent)),
+            (2, end("a", [1], [2], {"role": "assistant", "content": said})),
+            (
+                3,
+                CallIntent(
+                    call_id="b",
+                    messages=[user, {**told, "content": echoed}, {"role": "assistant", "content": echoed}, user],
+                    **intent,
+                ),
+            ),
+            (4, end("b", [1, 3], [2], {"role": "assistant"})),
+        ]
+    )
