@@ -65,7 +65,7 @@ class Check:
             more = len(self.problems) - 1
             raise ArchiveError(
                 self.problems[0] + (f"; and {more} more problems" if more else ""),
-                hint=f"restore {self._archive.path} from a backup, with manifest.json, or archive to another folder (--to) "
+                hint=f"restore {self._archive.path} from a backup, with manifest.json, or archive elsewhere (--to) "
                 "while the log holds the run; what is not in the log any more stands in this folder alone",
             )
         verified = structs.replace(manifest, verified_seq=last, verified_ms=time.time_ns() // 1_000_000)

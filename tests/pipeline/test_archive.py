@@ -110,6 +110,17 @@ async def test_replay_needs_nothing_but_the_archive(bus: Bus, recorded: Any, tmp
         await replay_run(ArchiveLog(folder), "unknown")
 
 
+async def test_a_file_that_is_gone_is_no_shorter_archive(bus: Bus, recorded: Any, tmp_path: Path) -> None:
+    """What is left of it would replay as equal."""
+    folder, one = tmp_path / "archive", recorded(ODD)
+    await one.record(2)
+    await archive(bus, folder, ODD)
+    (gone,) = folder.glob("run=*/events-*.parquet")
+    gone.unlink()
+    with pytest.raises(ArchiveError, match=f"lacks {gone.name}, which its manifest names"):
+        await replay_run(ArchiveLog(folder), ODD)
+
+
 async def test_it_goes_on_after_the_last_event(bus: Bus, recorded: Any, tmp_path: Path) -> None:
     folder, one = tmp_path / "archive", recorded()
     await archive(bus, folder)
