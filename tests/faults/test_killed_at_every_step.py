@@ -29,6 +29,8 @@ STEPS = {
     role: [f"{role}.{step}" for step in (*(HAND_OVER if role in STAGES else ()), *own)]
     for role, own in OF_ITS_OWN.items()
 }
+COMMANDS = ("archive", "sweep")
+"""Killed at every step in tests/pipeline/test_archive*.py and test_sweep.py."""
 GROUP_SIZE = 4
 # On a slow machine one message may be in the hands of every process that is killed; the sixth try gives it up.
 KILLED_IN_A_ROW = 3
@@ -49,7 +51,9 @@ def test_every_step_in_the_code_is_here() -> None:
             for name in re.findall(r'checkpoint\(f?"([^"]+)"\)', path.read_text()):
                 of_any_stage, _, step = name.rpartition("}")
                 found |= {f"{stage}{step}" for stage in STAGES} if of_any_stage else {name}
-    assert found == {step for steps in STEPS.values() for step in steps}
+    by_commands = {step for step in found if step.partition(".")[0] in COMMANDS}
+    assert by_commands, "the commands that archive and sweep have no steps any more"
+    assert found - by_commands == {step for steps in STEPS.values() for step in steps}
 
 
 @pytest.mark.asyncio(loop_scope="module")
