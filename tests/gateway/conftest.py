@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from rollyard.gateway.local_model import LocalModel, demo_model_path
@@ -18,10 +17,6 @@ from rollyard.gateway.tokens.renderer import Renderer
 from rollyard.gateway.tokens.template import ChatTemplate
 from rollyard.gateway.tokens.tokenizer import TextTokenizer, load_tokenizer
 from rollyard.schemas.errors import SetupError
-
-# How long one example takes says nothing on a shared machine.
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
