@@ -24,6 +24,19 @@ def resolve(events: Iterable[tuple[int, CallEvent]]) -> list[CallRecord]:
     an intent of its ids only, with intent_seq 0, and, as every record whose parent cannot be resolved, says so in
     `broken`.
     """
+    intents, ends = by_call(events)
+    resolved: dict[str, CallRecord] = {}
+    # A parent's end is acknowledged before a child's intent is written: parents come first in the log.
+    for call_id, (seq, intent) in sorted(intents.items(), key=lambda item: item[1][0]):
+        resolved[call_id] = _resolve_one(seq, intent, ends.get(call_id), resolved)
+    orphans = sorted((ends[call_id] for call_id in ends.keys() - intents.keys()), key=lambda item: item[0])
+    return [_orphan(seq, end) for seq, end in orphans] + list(resolved.values())
+
+
+def by_call(
+    events: Iterable[tuple[int, CallEvent]],
+) -> tuple[dict[str, tuple[int, CallIntent]], dict[str, tuple[int, CallEnd]]]:
+    """Intents and ends by call, each with its sequence: of duplicates the one with the lower sequence."""
     intents: dict[str, tuple[int, CallIntent]] = {}
     ends: dict[str, tuple[int, CallEnd]] = {}
     for seq, event in events:
@@ -31,12 +44,7 @@ def resolve(events: Iterable[tuple[int, CallEvent]]) -> list[CallRecord]:
             _keep_lower(intents, seq, event)
         else:
             _keep_lower(ends, seq, event)
-    resolved: dict[str, CallRecord] = {}
-    # A parent's end is acknowledged before a child's intent is written: parents come first in the log.
-    for call_id, (seq, intent) in sorted(intents.items(), key=lambda item: item[1][0]):
-        resolved[call_id] = _resolve_one(seq, intent, ends.get(call_id), resolved)
-    orphans = sorted((ends[call_id] for call_id in ends.keys() - intents.keys()), key=lambda item: item[0])
-    return [_orphan(seq, end) for seq, end in orphans] + list(resolved.values())
+    return intents, ends
 
 
 def _keep_lower(kept: dict[str, tuple[int, _E]], seq: int, event: _E) -> None:
@@ -77,8 +85,9 @@ def _resolve_one(
     )
 
 
-def _orphan(seq: int, end: CallEnd) -> CallRecord:
-    intent = CallIntent(
+def bare_intent(end: CallEnd) -> CallIntent:
+    """In the place of an intent that is not in the log: what the end tells of it, its ids only."""
+    return CallIntent(
         call_id=end.call_id,
         run=end.run,
         rollout_id=end.rollout_id,
@@ -87,8 +96,11 @@ def _orphan(seq: int, end: CallEnd) -> CallRecord:
         at_ms=end.at_ms,
         latest_end_ms=end.at_ms,
     )
+
+
+def _orphan(seq: int, end: CallEnd) -> CallRecord:
     return CallRecord(
-        intent=intent,
+        intent=bare_intent(end),
         end=end,
         intent_seq=0,
         end_seq=seq,

@@ -18,7 +18,10 @@ from rollyard.stages.stitchers.breaks import break_of, point
 from rollyard.stages.stitchers.graph import Turn, link_parents, read_turns
 from rollyard.stages.stitchers.lenience import LAST_USER_EXTENDED, Matcher
 from rollyard.stages.stitchers.lineage import Kin, Lineage
-from rollyard.stages.stitchers.links import Starters, replaced
+from rollyard.stages.stitchers.links import WORK, Starters, replaced
+
+_ABOVE_ZERO: Final = 1e-3
+"""What rounding may add to the logprob of a token that was certain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,11 +148,7 @@ def walk_to(turn: Turn) -> list[Turn]:
 
 # --- breaks and links ---
 
-_ABOVE_ZERO: Final = 1e-3
-"""What rounding may add to the logprob of a token that was certain."""
-
 Thread = tuple[tuple[str, str, str], str]
-_WORK: Final = ("main", "sub_agent")
 
 
 class _Between:
@@ -175,7 +174,7 @@ class _Between:
         if scenario == "compaction" and turn.end is not None and turn.end.status == "ok":
             origin = self._origin(turn)
             self._compacted[turn.thread, origin.intent.scenario] = origin
-        elif scenario in _WORK and turn.excluded is None:
+        elif scenario in WORK and turn.excluded is None:
             self._compacted.pop((turn.thread, scenario), None)
             self._latest[turn.thread, scenario] = turn
 
@@ -220,7 +219,7 @@ class _Between:
         A call that goes on from messages that are all there was not. Some agents count their windows and let nobody see
         the compaction.
         """
-        if turn.intent.scenario not in _WORK or (kin is not None and kin.same):
+        if turn.intent.scenario not in WORK or (kin is not None and kin.same):
             return None
         place = (turn.thread, turn.intent.scenario)
         latest = self._latest.get(place)

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Final, TypeVar
+from typing import Final
 
 from rollyard.schemas.call import CallEnd, CallEvent, CallIntent, Message
 from rollyard.schemas.packed import TokenIds
+from rollyard.stages.calls import bare_intent, by_call
 
-_E = TypeVar("_E", CallIntent, CallEnd)
 _ITEM: Final = TokenIds.itemsize
 
 
@@ -214,25 +214,13 @@ def read_turns(events: Iterable[tuple[int, CallEvent]]) -> list[Turn]:
     Of duplicates the one with the lower sequence counts. A record that cannot be resolved is `broken`; an end without
     intent is that and has sequence 0.
     """
-    intents: dict[str, tuple[int, CallIntent]] = {}
-    ends: dict[str, tuple[int, CallEnd]] = {}
-    for seq, event in events:
-        if isinstance(event, CallIntent):
-            _keep_lower(intents, seq, event)
-        else:
-            _keep_lower(ends, seq, event)
+    intents, ends = by_call(events)
     tree = TokenTree()
     turns = dict(_orphans(intents, ends, tree))
     # A parent's end is acknowledged before a child's intent is written: parents come first in the log.
     for seq, intent in sorted(intents.values(), key=itemgetter(0)):
         turns[intent.call_id] = _read_turn(seq, intent, ends.get(intent.call_id), turns, tree)
     return list(turns.values())
-
-
-def _keep_lower(kept: dict[str, tuple[int, _E]], seq: int, event: _E) -> None:
-    standing = kept.get(event.call_id)
-    if standing is None or seq < standing[0]:
-        kept[event.call_id] = (seq, event)
 
 
 def _read_turn(
@@ -268,15 +256,7 @@ def _orphans(
 ) -> Iterator[tuple[str, Turn]]:
     """Ends without intent, each with an intent of its ids only."""
     for end_seq, end in sorted((ends[call_id] for call_id in ends.keys() - intents.keys()), key=itemgetter(0)):
-        intent = CallIntent(
-            call_id=end.call_id,
-            run=end.run,
-            rollout_id=end.rollout_id,
-            attempt=end.attempt,
-            gateway="",
-            at_ms=end.at_ms,
-            latest_end_ms=end.at_ms,
-        )
+        intent = bare_intent(end)
         yield end.call_id, Turn(end.call_id, intent, end, 0, end_seq, None, 0, tree.root, tree.root, broken=True)
 
 

@@ -14,7 +14,8 @@ from rollyard.stages.stitchers.graph import Turn
 from rollyard.stages.stitchers.lenience import LAST_USER_EXTENDED, Matcher
 from rollyard.stages.stitchers.lineage import Kin
 
-_WORK: Final = ("main", "sub_agent")
+WORK: Final = ("main", "sub_agent")
+"""Scenarios of an agent at its task, beside which the others stand."""
 _LEAST_CHARS: Final = 8
 _LOOKED_AT: Final = 256
 _MARKS: Final = ("cache_control",)
@@ -102,7 +103,7 @@ class Starters:
 
     def __init__(self, turns: Sequence[Turn]) -> None:
         able = [turn for turn in turns if turn.end is not None and turn.end.status == "ok" and turn.end_seq]
-        self._turns = sorted((turn for turn in able if turn.intent.scenario in _WORK), key=_ended)
+        self._turns = sorted((turn for turn in able if turn.intent.scenario in WORK), key=_ended)
         self._calling = [turn for turn in self._turns if turn.reply is not None and turn.reply.get("tool_calls")]
         self._texts: dict[str, list[str]] = {}
 
