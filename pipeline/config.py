@@ -120,6 +120,12 @@ class AlarmsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     min_rollouts: Annotated[Count, Meta(description="such rollouts of a run before that is judged")] = 20
 
 
+class RelayConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The relay, one a machine, by which sandboxes without a network reach a gateway."""
+
+    folder: Annotated[str, Meta(description="folder of its sockets; empty: `relay` in the data folder")] = ""
+
+
 class LogConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The diary that processes write to standard error."""
 
@@ -137,8 +143,11 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     admit: AdmitConfig = AdmitConfig()
     sink: SinkConfig = SinkConfig()
     alarms: AlarmsConfig = AlarmsConfig()
+    relay: RelayConfig = RelayConfig()
     limits: Limits = Limits()
     log: LogConfig = LogConfig()
+    backends: dict[str, dict[str, Any]] = {}
+    """Settings of sandbox backends: [backends.NAME], whose keys the backend knows."""
 
     def data_dir(self) -> Path:
         """The data folder."""
@@ -159,6 +168,10 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def sandboxes_dir(self) -> Path:
         """The folder of local sandboxes."""
         return Path(self.worker.sandboxes) if self.worker.sandboxes else self.data_dir() / "sandboxes"
+
+    def relay_dir(self) -> Path:
+        """The folder of the relay's sockets."""
+        return Path(self.relay.folder) if self.relay.folder else self.data_dir() / "relay"
 
     def secret(self, env: Mapping[str, str] = os.environ) -> bytes:
         """The secret that signs session keys: from the environment, else from its file. Raises ConfigError."""
@@ -201,6 +214,7 @@ def _long_enough(given: bytes, what: str, hint: str) -> bytes:
     return secret
 
 
+BACKENDS = "backends"
 SECTIONS: dict[str, type[Struct]] = {
     field.name: kind for field in structs.fields(Config) if isinstance(kind := field.type, type)
 }
@@ -217,9 +231,11 @@ def load_config(path: Path | None = None, env: Mapping[str, str] = os.environ) -
         path = Path(DEFAULT_FILE)
     tree = _read(path) if path else {}
     source = str(path)
+    backends = _backends(tree.pop(BACKENDS, {}), source)
     for section, table in tree.items():
         _check_keys(section, table, source)
-    config = structs.replace(Config(), **{name: _convert(name, table, source) for name, table in tree.items()})
+    sections = {name: _convert(name, table, source) for name, table in tree.items()}
+    config = structs.replace(Config(), backends=backends, **sections)
     config = _with_env(config, env)
     if config.worker.heartbeat_s * 2 > config.worker.ack_wait_s:
         raise ConfigError(
@@ -241,6 +257,15 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"the configuration {path} is not valid TOML: {error}", hint="see docs/configuration.md"
         ) from error
+
+
+def _backends(table: object, source: str) -> dict[str, dict[str, Any]]:
+    """The tables below [backends]; what stands in them the backends check."""
+    if not isinstance(table, dict) or not all(isinstance(settings, dict) for settings in table.values()):
+        raise ConfigError(
+            f"{source}: [backends] holds a table for each backend", hint="write for example [backends.docker]"
+        )
+    return table
 
 
 def _check_keys(section: str, table: object, source: str) -> None:
@@ -288,7 +313,9 @@ def _with_env(config: Config, env: Mapping[str, str]) -> Config:
 def to_toml(config: Config) -> str:
     """`config` as a TOML file that `load_config` reads back."""
     lines: list[str] = []
-    for section, table in msgspec.to_builtins(config).items():
+    sections = msgspec.to_builtins(config)
+    backends = {f"{BACKENDS}.{name}": table for name, table in sections.pop(BACKENDS).items()}
+    for section, table in (sections | backends).items():
         lines += [f"[{section}]", *(f"{key} = {_toml_value(value)}" for key, value in table.items()), ""]
     return "\n".join(lines)
 

@@ -192,14 +192,12 @@ def _content_problems(task: Task) -> list[str]:
     problems = [*_prompt_problems(task.prompt), *_file_problems(task.sandbox.files)]
     if task.samples is not None:
         problems += policy_problems(task.samples, "samples.")
-    if task.sandbox.repository is not None:
-        problems.append("sandbox.repository: not yet supported; clone it with a command in sandbox.setup")
     for name, value in task.sandbox.env.items():
         if not name or "=" in name or "\0" in name + value:
             problems.append(
                 f"sandbox.env: {name!r} cannot be set; no name is empty or holds '=', and no text holds NUL"
             )
-    if any("\0" in command for command in task.sandbox.setup):
+    if any("\0" in step.run for step in task.sandbox.steps()):
         problems.append("sandbox.setup: a command holds a NUL character; remove it")
     if not problems:
         try:

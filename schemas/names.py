@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from rollyard.schemas.subjects import MAX_ID_CHARS
+
 RunName = Annotated[str, Meta(description="the run's name")]
 TaskId = Annotated[str, Meta(description="the task's id, unique in its run")]
 GroupId = Annotated[str, Meta(description="equal to task_id")]
@@ -14,6 +16,8 @@ RolloutId = Annotated[str, Meta(description="a function of run, task and index")
 Index = Annotated[int, Meta(description="of the rollout in its group, from 0")]
 Attempt = Annotated[int, Meta(description="the try at the rollout, from 1")]
 UnixMs = Annotated[int, Meta(description="Unix time in ms; 0: not known, or it did not happen")]
+Name = Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS)]
+Duration = Annotated[float, Meta(gt=0, le=7 * 86_400)]
 Seconds = Annotated[float, Meta(description="seconds")]
 Tokens = Annotated[int, Meta(description="a number of tokens")]
 Scenario = Literal["main", "sub_agent", "compaction", "summary", "title", "heartbeat", "count"]

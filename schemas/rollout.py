@@ -6,7 +6,7 @@ step n of this rollout".
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
@@ -123,13 +123,24 @@ class StageMessage(Struct, frozen=True, kw_only=True, omit_defaults=True):
     schema_version: SchemaVersion = SCHEMA_VERSION
 
 
+class Artifact(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A file that is kept of a rollout, as a blob."""
+
+    name: Annotated[str, Meta(description="path below the working directory, or the collector's own name for it")]
+    blob: Annotated[str, Meta(description="SHA-256 of the content, its name in the blob store")]
+    size_bytes: Annotated[int, Meta(description="bytes that are kept")]
+    truncated: Annotated[bool, Meta(description="whether the file was longer")] = False
+
+
 class AgentResult(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What an agent left behind, as its harness read it."""
 
     exit_code: Annotated[int | None, Meta(description="exit status; negative: killed by that signal; null: unknown")]
     answer: Annotated[str, Meta(description="the agent's final answer, at most 64 KiB of it")] = ""
     output_tail: Annotated[str, Meta(description="the last 4 KiB of its standard error, for people")] = ""
-    metrics: Annotated[dict[str, float], Meta(description="numbers that the harness read")] = {}
+    metrics: Annotated[dict[str, float], Meta(description="numbers that the harness and hooks read")] = {}
+    artifacts: Annotated[tuple[Artifact, ...], Meta(description="files that are kept: outputs, diff, logs")] = ()
+    metadata: Annotated[dict[str, Any], Meta(description="what hooks added")] = {}
     failure: Annotated[
         Failure | None, Meta(description="why the agent did not finish, kind agent, agent_budget or llm; null: it did")
     ] = None
@@ -150,6 +161,7 @@ class RolloutEvent(Struct, frozen=True, kw_only=True, omit_defaults=True):
     result: Annotated[AgentResult | None, Meta(description="of kind `ran`")] = None
     status: Annotated[Status | None, Meta(description="of kind `ran`: completed or truncated")] = None
     reward: Annotated[float | None, Meta(description="of kind `evaluated`; null: no reward, never 0 instead")] = None
+    rewards: Annotated[dict[str, float], Meta(description="named parts from which the rule made the reward")] = {}
     metrics: Annotated[dict[str, float], Meta(description="further numbers of the evaluation")] = {}
     turn_rewards: Annotated[
         tuple[float | None, ...],

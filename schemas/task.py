@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, json, structs
 
-from rollyard.schemas.names import SchemaVersion
+from rollyard.schemas.names import Duration, Name, SchemaVersion
 from rollyard.schemas.policy import SamplePolicy
+from rollyard.schemas.sandbox import SandboxSpec
 from rollyard.schemas.subjects import MAX_ID_CHARS, digest
 
 SCHEMA_VERSION = 1
 MAX_PROMPT_BYTES = 10_000_000
 MAX_GROUP_SIZE = 4096
-
-Seconds = Annotated[float, Meta(gt=0, le=7 * 86_400)]
-Name = Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS)]
+_NEWER_FIELDS = ("samples", "hooks", "outputs", "data_source", "handler")
 
 
 class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -44,17 +43,13 @@ class AgentSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, o
     max_wall_s: (
         Annotated[float, Meta(gt=0, description="no model call later than so after RUN began; null: no limit")] | None
     ) = None
+    max_idle_s: (
+        Annotated[
+            float, Meta(gt=0, description="seconds without model call and output until it is ended; null: no limit")
+        ]
+        | None
+    ) = None
     args: Annotated[dict[str, Any], Meta(description="options of the harness")] = {}
-
-
-class SandboxSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Where the agent works, and what it finds there."""
-
-    backend: Annotated[Name, Meta(description="pool that makes the sandbox")] = "local"
-    files: Annotated[dict[str, str], Meta(description="path inside the working directory -> UTF-8 content")] = {}
-    setup: Annotated[tuple[str, ...], Meta(description="shell commands run in the working directory by INIT")] = ()
-    env: Annotated[dict[str, str], Meta(description="environment of setup, agent and evaluation command")] = {}
-    repository: Annotated[str | None, Meta(description="a repository to clone; not supported yet")] = None
 
 
 class EvaluationSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -62,16 +57,39 @@ class EvaluationSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     rule: Annotated[Name, Meta(description="name of an evaluation rule")] = "none"
     args: Annotated[dict[str, Any], Meta(description="arguments of the rule")] = {}
+    sandbox: Annotated[
+        Literal["auto", "same", "fresh"],
+        Meta(
+            description="where commands of the rule run: in the agent's own sandbox, or in a fresh one that gets only "
+            "the agent's working directory; auto: as the rule says, which is fresh where the agent could tamper"
+        ),
+    ] = "auto"
+    max_tries: Annotated[int, Meta(ge=1, le=20, description="tries at a rule that does not work")] = 3
+    skip: Annotated[
+        tuple[Literal["empty_diff", "no_answer", "truncated"], ...],
+        Meta(description="what an agent may have left for which the rule is not run, and the reward is skip_reward"),
+    ] = ()
+    skip_reward: Annotated[float, Meta(description="reward of what `skip` names")] = 0.0
+
+
+class HookSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One hook around the agent's run. Hooks run in the order in which they stand."""
+
+    hook: Annotated[Name, Meta(description="name of a hook, or `package.module:Class`")]
+    args: Annotated[dict[str, Any], Meta(description="options of the hook")] = {}
+    on_failure: Annotated[
+        Literal["ignore", "fail"], Meta(description="what a hook that raises means: nothing, or a failed attempt")
+    ] = "ignore"
 
 
 class Timeouts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Wall-clock limits of one attempt, each for one stage, in seconds. Waiting for a stage does not count."""
 
-    init_s: Annotated[Seconds, Meta(description="files, setup commands and the agent's own files")] = 300.0
-    run_s: Annotated[Seconds, Meta(description="the agent's work; it is killed then, and the rollout truncated")] = (
+    init_s: Annotated[Duration, Meta(description="files, setup commands and the agent's own files")] = 300.0
+    run_s: Annotated[Duration, Meta(description="the agent's work; it is killed then, and the rollout truncated")] = (
         900.0
     )
-    eval_s: Annotated[Seconds, Meta(description="the evaluation")] = 300.0
+    eval_s: Annotated[Duration, Meta(description="the evaluation")] = 300.0
 
 
 class Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -92,6 +110,14 @@ class Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
         Annotated[SamplePolicy, Meta(description="which tokens are trained, and their reward; null: as the run says")]
         | None
     ) = None
+    hooks: Annotated[tuple[HookSpec, ...], Meta(description="after those of the workers' configuration")] = ()
+    outputs: Annotated[
+        tuple[str, ...], Meta(description="files kept of each rollout: paths or patterns below the working directory")
+    ] = ()
+    data_source: Annotated[str, Meta(description="where it comes from, for handlers and statistics")] = ""
+    handler: Annotated[
+        str, Meta(description="`package.module:Class` that does the work of stages itself; empty: none")
+    ] = ""
     max_attempts: Annotated[int, Meta(ge=1, le=100, description="tries at each rollout, the first included")] = 3
     metadata: Annotated[dict[str, Any], Meta(description="the user's own; comes back on every sample")] = {}
     schema_version: Annotated[int, Meta(ge=1, description="version of this record")] = SCHEMA_VERSION
@@ -99,8 +125,10 @@ class Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     def content_hash(self) -> str:
         """A digest of everything but the id, independent of key order and of defaults left out."""
         content = {name: getattr(self, name) for name in self.__struct_fields__ if name != "id"}
-        if self.samples is None:
-            del content["samples"]  # so that tasks without it keep the ids that they had before there was such a field
+        # Left out when empty, so that tasks without them keep the ids that they had before there were such fields.
+        for name in _NEWER_FIELDS:
+            if not content[name]:
+                del content[name]
         return digest(json.encode(content, order="sorted"), chars=32)
 
     def with_id(self) -> Task:

@@ -30,7 +30,7 @@ def agent_context(
         rollout=state.rollout,
         attempt=state.attempt,
         task=task,
-        base_url=context.config.gateway.address() + "/v1",
+        base_url=(sandbox.gateway_url or context.config.gateway.address()) + "/v1",
         api_key="" if harness.in_process else sign(grant, context.secret),
         home=sandbox.home,
         workdir=sandbox.workdir,

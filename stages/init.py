@@ -15,7 +15,8 @@ from rollyard.schemas.failure import Failure
 from rollyard.schemas.rollout import RolloutEvent, RolloutState, StageName
 from rollyard.schemas.task import Task
 from rollyard.stages.agent_context import agent_context
-from rollyard.stages.sandbox import Labels, Sandbox
+from rollyard.stages.preparation import fill_sandbox, make_sandbox
+from rollyard.stages.sandbox import Sandbox
 from rollyard.stages.stage import StageContext, StageFailed, now_ms
 
 log = structlog.get_logger(__name__)
@@ -34,15 +35,7 @@ class Init:
         """Make a sandbox and prepare it; the next state is RUN, at the sandbox's place."""
         state, started_ms = held.state, now_ms()
         task = await self._context.tasks.get(state.rollout.run, state.rollout.task_id)
-        labels = Labels(
-            run=state.rollout.run,
-            rollout_id=state.rollout.rollout_id,
-            attempt=state.attempt,
-            owner=self._context.worker,
-            created_ms=started_ms,
-        )
-        backend = self._context.backend(task.sandbox.backend)
-        sandbox = await backend.create(labels)
+        sandbox = await make_sandbox(self._context, state, task)
         try:
             try:
                 async with asyncio.timeout(task.timeouts.init_s):
@@ -85,12 +78,6 @@ class Init:
             await (await self._context.backend(state.sandbox.backend).open(state.sandbox)).destroy()
 
     async def _prepare(self, sandbox: Sandbox, state: RolloutState, task: Task) -> None:
-        await sandbox.put_files(task.sandbox.files)
+        await fill_sandbox(self._context, sandbox, task)
         harness = open_harness(task.agent.harness)
         await sandbox.put_files(harness.files(agent_context(self._context, state, task, sandbox, harness)), base="home")
-        for number, script in enumerate(task.sandbox.setup, 1):
-            ended = await sandbox.exec(script, env=task.sandbox.env, timeout_s=task.timeouts.init_s)
-            if ended.timed_out or ended.exit_code != 0:
-                how = "ran out of time" if ended.timed_out else f"ended with {ended.exit_code}"
-                tail = (ended.stderr or ended.stdout)[-500:].decode(errors="replace").strip()
-                raise StageFailed(Failure.of("init", f"setup command {number} {how}: {tail}", "see sandbox.setup"))

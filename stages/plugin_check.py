@@ -5,6 +5,7 @@ from __future__ import annotations
 from rollyard.harnesses.harness import open_harness
 from rollyard.schemas.errors import RollyardError
 from rollyard.schemas.task import Task
+from rollyard.stages.capabilities import refusals
 from rollyard.stages.evaluator import open_rule
 from rollyard.stages.sandbox import BACKENDS
 
@@ -21,7 +22,8 @@ def check_task(task: Task) -> list[str]:
     except RollyardError as error:
         problems.append(_named("evaluation.rule", error))
     try:
-        BACKENDS.load(task.sandbox.backend)
+        backend = BACKENDS.load(task.sandbox.backend)
+        problems += refusals(task.sandbox.backend, backend.capabilities, task.sandbox)
     except RollyardError as error:
         problems.append(_named("sandbox.backend", error))
     return problems

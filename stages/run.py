@@ -119,5 +119,9 @@ def _why(end: ProcessEnd, task: Task) -> Failure | None:
             return Failure.of("infra", "no worker renewed the lease of the agent's sandbox")
         case "killed":
             return Failure.of("infra", "the agent was killed from outside")
+        case "memory":
+            return Failure.of(
+                "agent_budget", "the agent's sandbox was out of memory", "raise sandbox.limits.memory_bytes"
+            )
         case "lost":
             return Failure.of("infra", "the agent's end was not seen: its shim died")

@@ -67,8 +67,9 @@ def _struct(kind: type[Struct], path: str) -> Iterator[str]:
     yield from _table(kind)
     for field in _fields(kind):
         for inner in _parts(field.type):
-            if isinstance(inner, inspect.StructType):
-                yield from _struct(inner.cls, f"{path}.{field.name}".lstrip("."))
+            for item in _parts(inner.item_type) if isinstance(inner, inspect.VarTupleType) else [inner]:
+                if isinstance(item, inspect.StructType):
+                    yield from _struct(item.cls, f"{path}.{field.name}".lstrip("."))
 
 
 def _table(kind: type[Struct]) -> Iterator[str]:
@@ -110,6 +111,8 @@ def _word(kind: inspect.Type, ending: str = "") -> str:
     kind = _bare(kind)
     if isinstance(kind, inspect.LiteralType):
         return ", ".join(f'`"{value}"`' for value in kind.values)
+    if isinstance(kind, inspect.UnionType):
+        return " or ".join(_word(part, ending) for part in kind.types)
     if isinstance(kind, inspect.VarTupleType):
         return f"list{ending} of {_word(kind.item_type, 's')}"
     if isinstance(kind, inspect.TupleType):

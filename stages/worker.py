@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from typing import Final
+from typing import Any, Final
 
 import structlog
 
@@ -72,11 +72,21 @@ async def run_worker(config: Config, stages: Sequence[WorkerStage], slots: int, 
 
 
 async def _open_backends(stack: AsyncExitStack, config: Config) -> dict[str, SandboxBackend]:
-    settings = {"root": str(config.sandboxes_dir()), "lease_s": config.worker.lease_s * 4}
     backends: dict[str, SandboxBackend] = {}
     for name in config.worker.backends:
-        backends[name] = await stack.enter_async_context(open_backend(name, settings if name == "local" else {}))
+        backends[name] = await stack.enter_async_context(open_backend(name, backend_settings(config, name)))
     return backends
+
+
+def backend_settings(config: Config, name: str) -> dict[str, Any]:
+    """What a backend is told: what all get, and what [backends.NAME] says over it."""
+    common = {
+        "root": str(config.sandboxes_dir()),
+        "lease_s": config.worker.lease_s * 4,
+        "relay": str(config.relay_dir()),
+        "gateway_url": config.gateway.address(),
+    }
+    return common | config.backends.get(name, {})
 
 
 def _places(backends: Iterable[SandboxBackend]) -> set[str]:

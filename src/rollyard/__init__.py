@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from rollyard.schemas.packed import Logprobs, LossMask, TokenIds, Versions
     from rollyard.schemas.policy import SamplePolicy
     from rollyard.schemas.sample import Delivery, Group, Sample, Timings
-    from rollyard.schemas.task import AgentSpec, EvaluationSpec, Sampling, SandboxSpec, Task, Timeouts
+    from rollyard.schemas.sandbox import Limits, Repository, SandboxSpec, SetupStep
+    from rollyard.schemas.task import AgentSpec, EvaluationSpec, HookSpec, Sampling, Task, Timeouts
     from rollyard.schemas.weights import WeightProgress, WeightReport
 
 __version__ = "0.1.0"
@@ -53,16 +54,20 @@ __all__ = [
     "Failure",
     "Group",
     "GroupBatch",
+    "HookSpec",
+    "Limits",
     "LlmServer",
     "Logprobs",
     "LossMask",
     "Reader",
+    "Repository",
     "RollyardError",
     "RunStatus",
     "Sample",
     "SamplePolicy",
     "Sampling",
     "SandboxSpec",
+    "SetupStep",
     "SubmitReport",
     "SyncClient",
     "SyncReader",
@@ -108,7 +113,8 @@ _HOMES = {
     "schemas.packed": ("Logprobs", "LossMask", "TokenIds", "Versions"),
     "schemas.policy": ("SamplePolicy",),
     "schemas.sample": ("Delivery", "Group", "Sample", "Timings"),
-    "schemas.task": ("AgentSpec", "EvaluationSpec", "Sampling", "SandboxSpec", "Task", "Timeouts"),
+    "schemas.sandbox": ("Limits", "Repository", "SandboxSpec", "SetupStep"),
+    "schemas.task": ("AgentSpec", "EvaluationSpec", "HookSpec", "Sampling", "Task", "Timeouts"),
     "schemas.weights": ("WeightProgress", "WeightReport"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -29,15 +29,17 @@ from types import TracebackType
 from typing import Annotated, Any, Final, Literal, Self
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta
 
 from rollyard.harnesses.harness import Command
-from rollyard.schemas.errors import ConfigError, SandboxError
+from rollyard.schemas.errors import SandboxError
 from rollyard.schemas.rollout import SandboxRef
 from rollyard.schemas.subjects import digest
-from rollyard.stages.sandbox import ExecResult, Labels, ProcessEnd, check_path
+from rollyard.stages.capabilities import Capabilities
+from rollyard.stages.sandbox import DEFAULT_PLAN, ExecResult, Labels, Plan, ProcessEnd, check_path
 from rollyard.stages.sandboxes.files import read_inside, remove_tree, tail, write_files
 from rollyard.stages.sandboxes.marked import VARIABLE, MarkedProcesses
+from rollyard.stages.sandboxes.settings import BackendSettings
 from rollyard.stages.sandboxes.shim import Children, Shim, ShimSettings
 
 PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -52,11 +54,9 @@ _SHELL_VARIABLES: Final = frozenset({"IFS", "OLDPWD", "OPTIND", "PPID", "PWD", "
 _GONE: Final = ".gone"
 
 
-class LocalSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LocalSettings(BackendSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of the backend `local`."""
 
-    root: Annotated[str, Meta(min_length=1, description="folder of all sandboxes of this machine")]
-    lease_s: Annotated[float, Meta(gt=0, description="agents end 1 to 2 times so long after the last renewal")] = 30.0
     max_file_bytes: Annotated[int, Meta(ge=512, description="bytes that one file of an agent may have")] = 256 << 20
     path: Annotated[str, Meta(description="PATH inside sandboxes")] = PATH
 
@@ -65,6 +65,7 @@ class LocalBackend:
     """Makes sandboxes under `settings.root`. Raises SandboxError when that folder cannot be written."""
 
     name = "local"
+    capabilities = Capabilities(limits=(("max_file_bytes", "hard"),))
 
     def __init__(self, settings: LocalSettings) -> None:
         boot = boot_id()
@@ -81,11 +82,7 @@ class LocalBackend:
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> Self:
         """Settings are those of `LocalSettings`. Raises ConfigError."""
-        try:
-            return cls(msgspec.convert(settings, LocalSettings))
-        except msgspec.ValidationError as error:
-            known = ", ".join(LocalSettings.__struct_fields__)
-            raise ConfigError(f"sandbox backend local: {error}", hint=f"its settings are {known}") from error
+        return cls(LocalSettings.of(cls.name, settings))
 
     async def __aenter__(self) -> Self:
         try:
@@ -107,7 +104,7 @@ class LocalBackend:
         """Only this boot of this machine or container, as this user."""
         return place == self.place
 
-    async def create(self, labels: Labels) -> LocalSandbox:
+    async def create(self, labels: Labels, plan: Plan = DEFAULT_PLAN) -> LocalSandbox:
         """Make the folder of a sandbox. Raises SandboxError."""
         name = f"{labels.rollout_id}.{labels.attempt}.{secrets.token_hex(8)}"
         if not _FOLDER.match(name):
@@ -158,6 +155,8 @@ class LocalSandbox:
         self._folder = folder
         self._nonce = folder.name.rpartition(".")[2]
         self._ended: dict[str, asyncio.Event] = {}
+
+    gateway_url = None
 
     @property
     def ref(self) -> SandboxRef:

@@ -9,7 +9,9 @@ from typing import Any, Literal, NoReturn, Self
 from rollyard.harnesses.harness import Command
 from rollyard.schemas.errors import ConfigError, SandboxError
 from rollyard.schemas.rollout import SandboxRef
-from rollyard.stages.sandbox import ANY_PLACE, ExecResult, Labels, ProcessEnd
+from rollyard.stages.capabilities import Capabilities
+from rollyard.stages.sandbox import ANY_PLACE, DEFAULT_PLAN, ExecResult, Labels, Plan, ProcessEnd
+from rollyard.stages.sandboxes.settings import BackendSettings
 
 
 class NoneBackend:
@@ -17,12 +19,13 @@ class NoneBackend:
 
     name = "none"
     place = ANY_PLACE
+    capabilities = Capabilities(processes=False)
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> Self:
         """There are no settings. Raises ConfigError when one is given."""
-        if settings:
-            raise ConfigError(f"sandbox backend none: unknown setting {next(iter(settings))!r}", hint="it takes none")
+        if unknown := settings.keys() - set(BackendSettings.__struct_fields__):
+            raise ConfigError(f"sandbox backend none: unknown setting {min(unknown)!r}", hint="it takes none")
         return cls()
 
     async def __aenter__(self) -> Self:
@@ -37,7 +40,7 @@ class NoneBackend:
         """Only the place `any`."""
         return place == self.place
 
-    async def create(self, labels: Labels) -> NoneSandbox:
+    async def create(self, labels: Labels, plan: Plan = DEFAULT_PLAN) -> NoneSandbox:
         """A reference that names the attempt."""
         return NoneSandbox(f"{labels.rollout_id}.{labels.attempt}")
 
@@ -58,6 +61,7 @@ class NoneSandbox:
 
     home = ""
     workdir = ""
+    gateway_url = None
 
     def __init__(self, handle: str) -> None:
         self.ref = SandboxRef(backend=NoneBackend.name, place=ANY_PLACE, handle=handle)

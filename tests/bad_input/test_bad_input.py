@@ -79,10 +79,10 @@ BAD: dict[str, tuple[Any, str, str]] = {
     ),
     "group of none": (but(group_size=0), "group_size: must be an integer >= 1, is 0", ">= 1"),
     "newer": (but(schema_version=9), "schema_version: 9 is newer than 1", "upgrade Rollyard"),
-    "repository": (
-        but(sandbox={"repository": "https://x/y.git"}),
-        "sandbox.repository: not yet supported",
-        "clone it with a command in sandbox.setup",
+    "network": (
+        but(sandbox={"network": "none"}),
+        "sandbox.network: the backend 'local' cannot keep to 'none'",
+        "it can do open",
     ),
 }
 

@@ -30,7 +30,8 @@ from rollyard.schemas import subjects
 from rollyard.schemas.errors import BusAway, BusFull
 from rollyard.schemas.packed import Logprobs, LossMask, TokenIds, Versions
 from rollyard.schemas.sample import Delivery, Sample
-from rollyard.schemas.task import AgentSpec, SandboxSpec, Task
+from rollyard.schemas.sandbox import SandboxSpec
+from rollyard.schemas.task import AgentSpec, Task
 
 MB = 1 << 20
 SMALL = Limits(

@@ -18,7 +18,8 @@ from roles import Yard, yard
 from rollyard.pipeline.codec import encode
 from rollyard.pipeline.config import AdmitConfig
 from rollyard.schemas import subjects
-from rollyard.schemas.task import AgentSpec, SandboxSpec, Task
+from rollyard.schemas.sandbox import SandboxSpec
+from rollyard.schemas.task import AgentSpec, Task
 
 AT_A_TIME = 200
 

@@ -23,7 +23,8 @@ from roles import ROLES, Yard, delivered_at_least, yard
 
 from rollyard.pipeline.codec import encode
 from rollyard.schemas import subjects
-from rollyard.schemas.task import AgentSpec, SandboxSpec, Task
+from rollyard.schemas.sandbox import SandboxSpec
+from rollyard.schemas.task import AgentSpec, Task
 
 GROUP_SIZE = 8
 FLOOR_PUBLISHES, FLOOR_ACKS = 6, 5

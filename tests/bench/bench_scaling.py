@@ -16,7 +16,8 @@ from roles import ROLES, Yard, delivered_at_least, yard
 
 from rollyard.pipeline.codec import encode
 from rollyard.schemas import subjects
-from rollyard.schemas.task import AgentSpec, SandboxSpec, Task
+from rollyard.schemas.sandbox import SandboxSpec
+from rollyard.schemas.task import AgentSpec, Task
 
 SLEEP_S = 2.0
 SLOTS = 16

@@ -12,7 +12,8 @@ from rollyard.pipeline.codec import decode
 from rollyard.schemas import subjects
 from rollyard.schemas.rollout import Rollout
 from rollyard.schemas.sample import Delivery
-from rollyard.schemas.task import AgentSpec, SandboxSpec, Task
+from rollyard.schemas.sandbox import SandboxSpec
+from rollyard.schemas.task import AgentSpec, Task
 
 ROLLOUTS = 2000
 GROUP_SIZE = 8

@@ -14,7 +14,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from rollyard.schemas.task import AgentSpec, EvaluationSpec, SandboxSpec, Task, Timeouts
+from rollyard.schemas.sandbox import SandboxSpec
+from rollyard.schemas.task import AgentSpec, EvaluationSpec, Task, Timeouts
 
 CALLS = 3
 COMMANDS = 2

@@ -15,7 +15,8 @@ from aiohttp.test_utils import TestServer
 
 from rollyard.harnesses.harness import AgentContext, open_harness
 from rollyard.schemas.rollout import AgentResult, Rollout
-from rollyard.schemas.task import AgentSpec, SandboxSpec, Task
+from rollyard.schemas.sandbox import SandboxSpec
+from rollyard.schemas.task import AgentSpec, Task
 from rollyard.stages.sandbox import Labels, Sandbox
 from rollyard.stages.sandboxes.local import LocalBackend, LocalSettings
 

@@ -10,7 +10,8 @@ import pytest
 from rollyard.harnesses.harness import HARNESSES, AgentContext, Harness, InProcessHarness, open_harness
 from rollyard.schemas.errors import HarnessError, TaskError
 from rollyard.schemas.rollout import AgentResult, Rollout
-from rollyard.schemas.task import AgentSpec, SandboxSpec, Task
+from rollyard.schemas.sandbox import SandboxSpec
+from rollyard.schemas.task import AgentSpec, Task
 
 
 def context(

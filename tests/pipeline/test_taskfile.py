@@ -62,7 +62,7 @@ BAD_LINES: list[tuple[str, str | bytes | dict[str, Any], str]] = [
     ("too deep", '{"prompt": "a", "metadata": ' + "[" * 50_000, "nested too deeply"),
     ("not UTF-8", b'{"prompt": "\xff"}', "not UTF-8: byte 0xff at position 12; save it as UTF-8"),
     ("newer", {"prompt": "a", "schema_version": 99, "new": 1}, "schema_version: 99 is newer than 1"),
-    ("repository", with_sandbox(repository="https://x/y.git"), "sandbox.repository: not yet supported"),
+    ("setup", with_sandbox(setup=["a\0"]), "sandbox.setup: a command holds a NUL character"),
     ("path above", with_sandbox(files={"../x": ""}), "sandbox.files: '../x' leaves the sandbox"),
     ("path above, hidden", with_sandbox(files={"a/../../x": ""}), "leaves the sandbox"),
     ("absolute path", with_sandbox(files={"/etc/passwd": ""}), "sandbox.files: '/etc/passwd' leaves the sandbox"),
@@ -94,9 +94,9 @@ def test_every_bad_line_is_listed_up_to_a_limit_and_the_rest_counted(tmp_path: P
 
 
 def test_all_problems_of_one_line_are_listed(tmp_path: Path) -> None:
-    text = refusal(written(tmp_path, with_sandbox(files={"/a": ""}, repository="r")))
+    text = refusal(written(tmp_path, with_sandbox(files={"/a": ""}, setup=["\0"])))
     assert "'/a' leaves" in text
-    assert "repository: not yet" in text
+    assert "setup: a command holds a NUL" in text
 
 
 def test_a_prompt_over_the_limit_is_refused_with_the_limit(tmp_path: Path) -> None:

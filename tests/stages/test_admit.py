@@ -19,7 +19,8 @@ from rollyard.pipeline.kv import Bucket
 from rollyard.schemas import subjects
 from rollyard.schemas.fleet import Cancel, Run
 from rollyard.schemas.rollout import Rollout, RolloutState
-from rollyard.schemas.task import AgentSpec, SandboxSpec, Task, TaskProgress
+from rollyard.schemas.sandbox import SandboxSpec
+from rollyard.schemas.task import AgentSpec, Task, TaskProgress
 from rollyard.stages import admit as admit_module
 from rollyard.stages.admit import Admit
 from rollyard.stages.plugin_check import check_task

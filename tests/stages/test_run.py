@@ -16,7 +16,8 @@ from rollyard.pipeline.pull import Delivered
 from rollyard.schemas import subjects
 from rollyard.schemas.fleet import Cancel
 from rollyard.schemas.rollout import CloseSession, RolloutState
-from rollyard.schemas.task import AgentSpec, SandboxSpec, Task, Timeouts
+from rollyard.schemas.sandbox import SandboxSpec
+from rollyard.schemas.task import AgentSpec, Task, Timeouts
 from rollyard.stages.init import Init
 from rollyard.stages.run import Run
 from rollyard.stages.stage import StageHandler

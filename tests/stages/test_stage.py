@@ -22,7 +22,8 @@ from rollyard.schemas import subjects
 from rollyard.schemas.errors import BusFull, RollyardError
 from rollyard.schemas.failure import MAX_HINT_CHARS, MAX_MESSAGE_CHARS, Failure
 from rollyard.schemas.rollout import Rollout, RolloutState, SandboxRef, StageMessage, StageName
-from rollyard.schemas.task import AgentSpec, SandboxSpec, Task
+from rollyard.schemas.sandbox import SandboxSpec
+from rollyard.schemas.task import AgentSpec, Task
 from rollyard.stages.init import Init
 from rollyard.stages.run import Run
 from rollyard.stages.sandbox import Labels

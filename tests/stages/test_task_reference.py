@@ -33,7 +33,7 @@ def test_it_names_every_field_harness_and_rule() -> None:
 
 def test_a_part_that_may_be_left_out_has_a_table_too() -> None:
     _, _, table = reference().partition("\n### samples\n")
-    named = re.findall(r"^\| `(\w+)` \|", table.partition("\n## ")[0], re.MULTILINE)
+    named = re.findall(r"^\| `(\w+)` \|", table.partition("\n#")[0], re.MULTILINE)
     assert named == list(SamplePolicy.__struct_fields__)
 
 

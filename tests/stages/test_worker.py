@@ -17,7 +17,8 @@ from rollyard.pipeline.streams import ConsumerSpec
 from rollyard.schemas import subjects
 from rollyard.schemas.errors import BusError, ConfigError
 from rollyard.schemas.fleet import Lease
-from rollyard.schemas.task import AgentSpec, EvaluationSpec, SandboxSpec, Task
+from rollyard.schemas.sandbox import SandboxSpec
+from rollyard.schemas.task import AgentSpec, EvaluationSpec, Task
 from rollyard.stages.worker import run_worker
 
 STAGES: tuple[WorkerStage, ...] = ("admit", "init", "run", "eval", "aggregate")

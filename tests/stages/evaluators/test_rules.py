@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from rollyard.schemas.errors import EvaluationError, SandboxError, TaskError
 from rollyard.schemas.rollout import AgentResult
-from rollyard.schemas.task import SandboxSpec, Task
+from rollyard.schemas.sandbox import SandboxSpec
+from rollyard.schemas.task import Task
 from rollyard.stages.evaluator import EvalContext, Rule, Verdict, open_rule
 from rollyard.stages.evaluators.numeric import numbers_in
 from rollyard.stages.sandbox import Labels, Sandbox
