@@ -1,14 +1,24 @@
-"""Files of a local sandbox. What an agent made there is read and replaced with care: it may have planted links."""
+"""Files of a local sandbox, seen from outside.
+
+What an agent made there is read and replaced with care: it may have planted links.
+"""
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import stat
+import tarfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Final, Literal
 
 from rollyard.schemas.errors import SandboxError
+from rollyard.stages.images.unpacker import Unpacker
+
+_GZIP: Final = b"\x1f\x8b"
 
 
 def write_files(top: Path, files: Mapping[str, str | bytes]) -> None:
@@ -26,6 +36,26 @@ def write_files(top: Path, files: Mapping[str, str | bytes]) -> None:
             target.write_bytes(content.encode() if isinstance(content, str) else content)
         except OSError as error:
             raise SandboxError(f"the file {path!r} cannot be written into the sandbox: {error}") from error
+
+
+def unpack_inside(top: Path, folder: Path, archive: bytes | Path, max_bytes: int) -> None:
+    """Unpack a tar archive, plain or gzip, in a folder below `top`, which is made if need be. Raises SandboxError."""
+    real_top = top.resolve()
+    if not real_top.is_dir():
+        raise SandboxError(f"the sandbox folder {top} is gone", hint="a new attempt makes another")
+    if not folder.resolve().is_relative_to(real_top):
+        raise SandboxError(f"the folder {str(folder)!r} leaves the sandbox")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with archive.open("rb") if isinstance(archive, Path) else io.BytesIO(archive) as file:
+            mode: Literal["r:gz", "r:"] = "r:gz" if file.read(2) == _GZIP else "r:"
+            file.seek(0)
+            with tarfile.open(fileobj=file, mode=mode) as tar:
+                unpacker = Unpacker(root=folder.resolve(), max_bytes=max_bytes)
+                unpacker.apply(tar)
+                unpacker.finish()
+    except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
+        raise SandboxError(f"the archive cannot be unpacked: {error}", hint="it must be tar, plain or gzip") from error
 
 
 def read_inside(top: Path, path: Path, max_bytes: int) -> bytes | None:

@@ -19,6 +19,13 @@ class BackendSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         30.0
     )
     relay: Annotated[str, Meta(description="folder of the sockets of this machine's relay; empty: none")] = ""
+    installation: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description="sandboxes of other installations, on a daemon or key that is shared, are left alone",
+        ),
+    ] = "default"
     gateway_url: Annotated[str, Meta(description="the gateway's address, for sandboxes that are elsewhere")] = ""
 
     @classmethod

@@ -16,17 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, cast
 
-from rollyard.harnesses.harness import Command
 from rollyard.schemas.errors import SandboxError
 from rollyard.stages.sandbox import EndReason, ProcessEnd
 
 SCRIPT: Final = Path(__file__).with_name("shim.sh")
 LOCK_FD: Final = 9
+DATA_FD: Final = 8
 POLL_S: Final = 0.05
 _FILE_BLOCK_BYTES: Final = 512
 _SIGNALS: Final = frozenset(signal.valid_signals())
 # Python ignores SIGPIPE and SIGXFSZ; an ignored signal stays ignored through exec.
-_DEFAULT_SIGNALS: Final = (
+DEFAULT_SIGNALS: Final = (
     signal.SIGPIPE,
     signal.SIGXFSZ,
     signal.SIGINT,
@@ -92,6 +92,18 @@ def _reaped(pid: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What a shim executes, where, and with what. `data` is a file at its start, at descriptor `DATA_FD`."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    cwd: str
+    stdin: bytes = b""
+    data: bytes | None = None
+    file_blocks: int | None = None  # of `ulimit -f`; None: by the settings of all shims
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ShimSettings:
     """What all shims of a backend are given."""
 
@@ -110,51 +122,53 @@ class Shim:
     folder: Path
     mark: str
 
-    def spawn(
-        self, work: Path, command: Command, env: Mapping[str, str], deadline_s: float, settings: ShimSettings
-    ) -> tuple[int, str]:
+    def spawn(self, launch: Launch, deadline_s: float, settings: ShimSettings) -> tuple[int, str]:
         """Start a shim that will try to claim this process; returns its pid and its token. Raises SandboxError."""
         token = secrets.token_hex(8)
         stdin = Path(os.devnull)
+        files: list[int] = []
         try:
             self.folder.mkdir(mode=0o700, exist_ok=True)
-            if command.stdin:
+            if launch.stdin:
                 stdin = self.folder / f"stdin.{token}"
-                stdin.write_bytes(command.stdin)
-            lock = _locked(self.folder / f"lock.{token}", os.O_CREAT)
-            try:
-                pid = os.posix_spawn(
-                    settings.shell,
-                    self._argv(work, stdin, token, deadline_s, settings) + list(command.argv),
-                    env,
-                    file_actions=[
-                        *((os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in (0, 1, 2)),
-                        (os.POSIX_SPAWN_DUP2, lock, LOCK_FD),
-                    ],
-                    setsid=True,
-                    setsigdef=_DEFAULT_SIGNALS,
-                    setsigmask=(),
-                )
-            finally:
-                os.close(lock)
+                stdin.write_bytes(launch.stdin)
+            files.append(_locked(self.folder / f"lock.{token}", os.O_CREAT))
+            actions = [
+                *((os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in (0, 1, 2)),
+                (os.POSIX_SPAWN_DUP2, files[0], LOCK_FD),
+            ]
+            if (data := data_file(launch)) is not None:
+                files.append(data)
+                actions.append((os.POSIX_SPAWN_DUP2, data, DATA_FD))
+            pid = os.posix_spawn(
+                settings.shell,
+                self._argv(launch, stdin, token, deadline_s, settings) + list(launch.argv),
+                launch.env,
+                file_actions=actions,
+                setsid=True,
+                setsigdef=DEFAULT_SIGNALS,
+                setsigmask=(),
+            )
         except (OSError, ValueError) as error:
             raise SandboxError(
-                f"the process {self.folder.name!r} cannot be started in {work}: {error}",
+                f"the process {self.folder.name!r} cannot be started in {launch.cwd}: {error}",
                 hint="is the sandbox still there? Command and environment hold no NUL and are at most 128 KiB each",
             ) from error
+        finally:
+            for file in files:
+                os.close(file)
         return pid, token
 
-    def _argv(self, work: Path, stdin: Path, token: str, deadline_s: float, settings: ShimSettings) -> list[str]:
-        _, most_bytes = resource.getrlimit(resource.RLIMIT_FSIZE)
-        file_bytes = settings.max_file_bytes if most_bytes < 0 else min(settings.max_file_bytes, most_bytes)
+    def _argv(self, launch: Launch, stdin: Path, token: str, deadline_s: float, settings: ShimSettings) -> list[str]:
+        blocks = file_blocks(settings.max_file_bytes) if launch.file_blocks is None else launch.file_blocks
         return [
             "sh",
-            *map(str, (SCRIPT, self.folder, work, stdin, settings.lease)),
+            *map(str, (SCRIPT, self.folder, launch.cwd, stdin, settings.lease)),
             *(str(max(1, round(seconds * 1000))) for seconds in (settings.lease_s, deadline_s)),
             self.mark,
             token,
             settings.boot_id,
-            str(file_bytes // _FILE_BLOCK_BYTES),
+            str(blocks),
             settings.setsid,
             sys.executable,
         ]
@@ -188,24 +202,48 @@ class Shim:
         with suppress(FileNotFoundError):
             (self.folder / "killed").touch()
 
+    def living_pid(self, boot_id: str) -> int | None:
+        """The process that the shim started, while it lives."""
+        return living_pid(self.folder / "pid", boot_id)
+
     def kill_group(self, boot_id: str) -> None:
         """Kill the agent and its process group, if they are what the shim started."""
         pid, _, rest = _line(self.folder / "pid").partition(" ")
-        start_time, _, boot = rest.partition(" ")
+        began, _, boot = rest.partition(" ")
         if not boot or boot != boot_id:
             return
         # A group lives on after its leader; only a leader of another start time says that the number was given anew.
-        if _start_time(pid) in ("", start_time):
+        if start_time(pid) in ("", began):
             for kill in (os.kill, os.killpg):
                 with suppress(ProcessLookupError, PermissionError):
                     kill(int(pid), signal.SIGKILL)
 
 
-def _locked(path: Path, flags: int = 0) -> int:
+def file_blocks(max_file_bytes: int) -> int:
+    """What `ulimit -f` is given for a limit in bytes: it counts in blocks, and nobody may go over his own limit."""
+    _, most_bytes = resource.getrlimit(resource.RLIMIT_FSIZE)
+    return (max_file_bytes if most_bytes < 0 else min(max_file_bytes, most_bytes)) // _FILE_BLOCK_BYTES
+
+
+def data_file(launch: Launch) -> int | None:
+    """A descriptor, closed on exec, of what a launch is given at `DATA_FD`; None: nothing. Raises OSError."""
+    if launch.data is None:
+        return None
+    file = os.memfd_create("launch")
+    try:
+        with os.fdopen(os.dup(file), "wb") as writer:
+            writer.write(launch.data)
+        os.lseek(file, 0, os.SEEK_SET)
+        return fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, LOCK_FD + 1)
+    finally:
+        os.close(file)
+
+
+def _locked(path: Path, flags: int = 0, kind: int = fcntl.LOCK_EX) -> int:
     """A descriptor of `path` that holds its lock. Raises BlockingIOError when another holds it."""
     file = os.open(path, os.O_RDWR | flags, 0o600)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
         # Above LOCK_FD, so that no descriptor is duplicated onto itself, which would leave it closed on exec.
         return fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, LOCK_FD + 1)
     finally:
@@ -226,9 +264,22 @@ def _exit_code(status: int) -> int:
     return 128 - status if status - 128 in _SIGNALS else status
 
 
-def _start_time(pid: str) -> str:
-    """Clock tick at which a process was started; empty when there is none, or no /proc."""
+def living_pid(record: Path, boot_id: str) -> int | None:
+    """The process of a record "PID START_TIME BOOT", while it lives."""
+    pid, _, rest = _line(record).partition(" ")
+    began, _, boot = rest.partition(" ")
+    return int(pid) if boot and boot == boot_id and start_time(pid) == began else None
+
+
+def lock_shared(path: Path) -> int:
+    """A descriptor, closed on exec, that holds a shared lock of `path`. Raises OSError."""
+    return _locked(path, kind=fcntl.LOCK_SH)
+
+
+def start_time(pid: str) -> str:
+    """Clock tick at which a process was started; empty when there is none, it is a zombie, or there is no /proc."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[19]
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return ""
+    return "" if fields[0] in "ZX" else fields[19]

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Owns one process of a local sandbox: starts it once, keeps its exit status, and ends it at the deadline or when no
+# Owns one process of a sandbox on this machine: starts it once, keeps its exit status, and ends it at the deadline or when no
 # worker renews the lease. It outlives the worker that started it. POSIX sh and /proc; elsewhere than on Linux it needs
 # ps, and processes that leave their process group are not found.
 #
@@ -7,8 +7,9 @@
 #
 # usage: shim.sh CONTROL WORK STDIN LEASE LEASE_MS DEADLINE_MS MARK TOKEN BOOT BLOCKS SETSID PYTHON COMMAND...
 # The environment is the agent's. File descriptor 9 holds a lock: who can take that lock knows that this shim is dead.
+# Descriptor 8, if there is one, is for COMMAND.
 # In CONTROL: started (TOKEN of the shim that made the claim), pid ("PID START_TIME BOOT"), stdout, stderr,
-# exit ("STATUS exited|deadline|lease|killed"). Each is one short write, complete once it ends in a newline.
+# exit ("STATUS exited|deadline|lease|killed|memory"). Each is one short write, complete once it ends in a newline.
 
 shim_control=$1 shim_work=$2 shim_stdin=$3 shim_lease=$4 shim_lease_ms=$5 shim_deadline_ms=$6
 shift 6
@@ -42,7 +43,8 @@ kill_group() {
 
 end_everything() {
   trap '' TERM
-  : >"$shim_control/$1"
+  # echo, since a failed redirection of `:` ends the shell.
+  echo >"$shim_control/$1"
   kill_group
   # Two empty looks in a row, since a process has no environment for a moment while it executes another program.
   shim_rounds=20 shim_empty=0
@@ -91,7 +93,7 @@ watch() {
 
 echo >"$shim_control/tick"
 # `exec` closes the lock for good; a redirection of `watch` would keep a copy to restore.
-( exec 9>&-; watch ) &
+( exec 8<&- 9>&-; watch ) &
 shim_watcher=$!
 
 # In the foreground, since sh lets background jobs ignore SIGINT for good.
@@ -114,7 +116,7 @@ kill "$shim_watcher"
 wait "$shim_watcher"
 kill_group
 shim_reason=exited
-for shim_mark_file in deadline lease killed; do
+for shim_mark_file in deadline lease killed memory; do
   [ -e "$shim_control/$shim_mark_file" ] && shim_reason=$shim_mark_file
 done
 printf '%s %s\n' "$shim_status" "$shim_reason" >"$shim_control/exit"

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from rollyard.harnesses.harness import Command
 from rollyard.stages.sandbox import Labels, ProcessEnd
-from rollyard.stages.sandboxes.local import _SHELL_VARIABLES, LocalBackend, LocalSandbox, LocalSettings
+from rollyard.stages.sandboxes.local import LocalBackend, LocalSandbox, LocalSettings
+from rollyard.stages.sandboxes.shimmed import SHELL_VARIABLES, Host
 
 SHELLS = [path for path in map(shutil.which, ("dash", "bash")) if path]
 TELL = "import os, sys, json; print(json.dumps([sys.argv[1:], dict(os.environ), os.getsid(0) == os.getpid()]))"
@@ -23,7 +24,7 @@ TELL = "import os, sys, json; print(json.dumps([sys.argv[1:], dict(os.environ), 
 texts = st.text(st.characters(exclude_characters="\0", exclude_categories=("Cs",)), max_size=20)
 names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,12}", fullmatch=True).filter(
     lambda name: (
-        name not in _SHELL_VARIABLES
+        name not in SHELL_VARIABLES
         and not name.startswith(("shim_", "LD_", "PYTHON", "MALLOC", "BASH", "LC_", "LANG", "GLIBC"))
     )
 )
@@ -31,7 +32,7 @@ names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,12}", fullmatch=True).filter(
 
 async def told(root: Path, shell: str, setsid: str, argv: list[str], env: dict[str, str]) -> list[object]:
     async with LocalBackend(LocalSettings(root=str(root))) as backend:
-        backend.shims = dataclasses.replace(backend.shims, shell=shell, setsid=setsid)
+        backend.host = Host(dataclasses.replace(backend.shims, shell=shell, setsid=setsid))
         sandbox: LocalSandbox = await backend.create(
             Labels(run="r", rollout_id="r1", attempt=1, owner="", created_ms=0)
         )
