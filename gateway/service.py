@@ -209,7 +209,7 @@ async def _listening(gateway: Gateway, settings: GatewaySettings) -> AsyncIterat
         assert runner.server is not None
         watching = asyncio.create_task(_drop_silent(runner.server, app[SERVED], settings.header_timeout_s))
         try:
-            yield f"http://{host}:{port}"
+            yield f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         finally:
             watching.cancel()
     finally:

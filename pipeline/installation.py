@@ -25,6 +25,7 @@ from rollyard.pipeline.bus import Bus
 from rollyard.pipeline.config import ENV_PREFIX, Config, to_toml
 from rollyard.pipeline.datafolder import DataFolder
 from rollyard.pipeline.kv import Bucket
+from rollyard.pipeline.relay import answers_relay, needs_relay
 from rollyard.pipeline.supervisor import (
     ChildSpec,
     Probe,
@@ -124,6 +125,8 @@ def _resolve(plan: Plan, folder: DataFolder) -> tuple[Config, dict[str, int]]:
         nats=structs.replace(base.nats, url=f"nats://{HOST}:{ports['nats']}"),
         gateway=structs.replace(base.gateway, port=ports["gateway"]),
         store=structs.replace(base.store, data=str(folder.root)),
+        # It is one of our children.
+        relay=structs.replace(base.relay, start=False),
     )
     return config, ports
 
@@ -195,10 +198,12 @@ def _roles(folder: DataFolder, config: Config, ports: dict[str, int]) -> list[Ch
         return ChildSpec(name=name, command=command, stop_rank=stop_rank, ready=ready, env=_child_env(), stop_s=DRAIN_S)
 
     listening = answers_tcp(config.gateway.host, ports["gateway"])
+    relay = [role("relay", 1, "relay", ready=answers_relay(config.relay_dir()))] if needs_relay(config) else []
     return [
         role("gateway", 3, "gateway", ready=listening),
         role("controller", 2, "controller"),
         role("sink", 1, "sink"),
+        *relay,
         *(role(stage, 0, "worker", "--stages", stage) for stage in WORKERS),
     ]
 

@@ -137,6 +137,10 @@ class LeaseView:
         key = subjects.token(owner)
         return key in self._seen or await self._leases.get(key) is None
 
+    def living(self) -> list[Lease]:
+        """The leases of everybody who is alive."""
+        return [seen.lease for seen in self._seen.values() if self.alive(seen.lease.owner)]
+
     def owners(self) -> list[str]:
         """Everybody who has a key, dead ones included."""
         return [seen.lease.owner for seen in self._seen.values()]
