@@ -9,11 +9,23 @@ from typing import Annotated, Any, Final
 
 from msgspec import Meta, Struct
 
-from rollyard.harnesses.harness import AgentContext, Command, ReadFile, agent_environment, convert_args, read_result
+from rollyard.harnesses.bundled import time_limit_s
+from rollyard.harnesses.harness import (
+    AgentContext,
+    Command,
+    Needs,
+    ReadFile,
+    agent_environment,
+    convert_args,
+    read_result,
+)
 from rollyard.schemas.rollout import AgentResult
 
 PROMPT_FILE: Final = ".rollyard/prompt.txt"
-PLACEHOLDERS: Final = ("prompt", "prompt_file", "base_url", "api_key", "model", "home", "workdir")
+PLACEHOLDERS: Final = (
+    *("prompt", "prompt_file", "base_url", "gateway_url", "api_key", "model", "home", "workdir", "python", "bundle"),
+    "time_limit_s",
+)
 
 _PLACEHOLDER: Final = re.compile(r"\{(" + "|".join(PLACEHOLDERS) + r")\}")
 
@@ -25,14 +37,21 @@ class CommandArgs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         str | tuple[str, ...],
         Meta(
             description="program and arguments, as a list or as one line split like a shell does, run without a shell; "
-            "{prompt}, {prompt_file}, {base_url}, {api_key}, {model}, {home} and {workdir} are filled in"
+            "{prompt}, {prompt_file}, {base_url} (with /v1), {gateway_url} (without), {api_key}, {model}, {home}, "
+            "{workdir}, {python} (an interpreter), {bundle} (its folder) and {time_limit_s} are filled in"
         ),
     ]
     env: Annotated[dict[str, str], Meta(description="further environment, filled in likewise")] = {}
+    files: Annotated[dict[str, str], Meta(description="files below the agent's HOME, filled in likewise")] = {}
+    bundle: Annotated[str, Meta(description="agent bundle that must be there, as {bundle}; empty: none")] = ""
     stdin: Annotated[str, Meta(description="standard input, filled in likewise")] = ""
     answer_file: Annotated[str, Meta(description="file with the answer; empty: the standard output")] = ""
     budget_codes: Annotated[
         tuple[int, ...], Meta(description="exit statuses that mean that the agent reached its limits")
+    ] = ()
+
+    llm_codes: Annotated[
+        tuple[int, ...], Meta(description="exit statuses that mean that it got no answer from the model")
     ] = ()
 
     def __post_init__(self) -> None:
@@ -54,29 +73,26 @@ class CommandLine:
         """Arguments are those of `CommandArgs`. Raises TaskError."""
         self._args(args)
 
+    def needs(self, args: Mapping[str, Any]) -> Needs:
+        """The bundle that the task names, and Python if the command or a variable asks for it."""
+        given = self._args(args)
+        return Needs(given.bundle, python=any("{python}" in each for each in (*given.argv(), *given.env.values())))
+
     def files(self, context: AgentContext) -> Mapping[str, str | bytes]:
-        """The prompt, for command lines that cannot hold it: one argument has at most 128 KiB."""
-        return {PROMPT_FILE: context.task.prompt}
+        """The task's own, and the prompt, for command lines that cannot hold it: one argument has at most 128 KiB."""
+        values = _values(context)
+        mine = {path: _fill(text, values) for path, text in self._args(context.task.agent.args).files.items()}
+        return mine | {PROMPT_FILE: context.task.prompt}
 
     def command(self, context: AgentContext) -> Command:
         """The command line with every placeholder filled in."""
         args = self._args(context.task.agent.args)
-        values = {
-            "prompt": context.task.prompt,
-            "prompt_file": f"{context.home}/{PROMPT_FILE}",
-            "base_url": context.base_url,
-            "api_key": context.api_key,
-            "model": context.task.agent.model,
-            "home": context.home,
-            "workdir": context.workdir,
-        }
-
-        def fill(text: str) -> str:
-            return _PLACEHOLDER.sub(lambda match: values[match[1]], text)
-
-        more = {name: fill(value) for name, value in args.env.items()}
+        values = _values(context)
+        more = {name: _fill(value, values) for name, value in args.env.items()}
         return Command(
-            tuple(fill(word) for word in args.argv()), agent_environment(context) | more, fill(args.stdin).encode()
+            tuple(_fill(word, values) for word in args.argv()),
+            agent_environment(context) | more,
+            _fill(args.stdin, values).encode(),
         )
 
     async def result(
@@ -85,7 +101,28 @@ class CommandLine:
         """The answer is the standard output, or the file that the task names."""
         args = self._args(context.task.agent.args)
         answer = (await read(args.answer_file, 64 * 1024) or b"") if args.answer_file else stdout
-        return read_result(exit_code, answer, stderr, budget_codes=args.budget_codes)
+        return read_result(exit_code, answer, stderr, budget_codes=args.budget_codes, llm_codes=args.llm_codes)
 
     def _args(self, args: Mapping[str, Any]) -> CommandArgs:
         return convert_args(args, CommandArgs, self.name)
+
+
+def _values(context: AgentContext) -> dict[str, str]:
+    return {
+        "prompt": context.task.prompt,
+        "prompt_file": f"{context.home}/{PROMPT_FILE}",
+        "base_url": context.base_url,
+        "gateway_url": context.base_url.removesuffix("/v1"),
+        "api_key": context.api_key,
+        "model": context.task.agent.model,
+        "home": context.home,
+        "workdir": context.workdir,
+        "python": context.python,
+        "bundle": context.bundle,
+        "time_limit_s": str(time_limit_s(context)),
+    }
+
+
+def _fill(text: str, values: Mapping[str, str]) -> str:
+    """Only placeholders of the text itself are filled in, not those that a value holds."""
+    return _PLACEHOLDER.sub(lambda match: values[match[1]], text)

@@ -30,9 +30,14 @@ HARNESSES: Final = Catalogue(
     {
         "ask": "rollyard.harnesses.ask:Ask",
         "bash": "rollyard.harnesses.bash:Bash",
+        "claude_code": "rollyard.harnesses.claude_code:ClaudeCode",
+        "codex": "rollyard.harnesses.codex:Codex",
         "command": "rollyard.harnesses.command:CommandLine",
+        "hermes": "rollyard.harnesses.hermes:Hermes",
         "mini_swe_agent": "rollyard.harnesses.mini_swe_agent:MiniSweAgent",
         "noop": "rollyard.harnesses.noop:Noop",
+        "openclaw": "rollyard.harnesses.openclaw:Openclaw",
+        "opencode": "rollyard.harnesses.opencode:Opencode",
     },
     TaskError,
 )
@@ -66,9 +71,23 @@ class AgentContext:
     bundle: str = ""  # folder of the agent's bundle inside the sandbox, absolute; empty: it needs none
 
 
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What must be in the sandbox before the agent can start, beside its files."""
+
+    bundle: str = ""  # name of its agent bundle; empty: it needs none
+    python: bool = False  # whether it is a script that runs by `AgentContext.python`
+
+
 @runtime_checkable
 class Harness(Protocol):
-    """One kind of agent. `result` sets `AgentResult.failure` when the agent did not finish its work."""
+    """One kind of agent. `result` sets `AgentResult.failure` when the agent did not finish its work.
+
+    Two more members may be left out; `needs_of` and `progress_of` ask for them:
+
+        def needs(self, args: Mapping[str, Any]) -> Needs
+        def progress(self, stdout: bytes, stderr: bytes) -> Mapping[str, float]
+    """
 
     name: str
     in_process: bool
@@ -101,6 +120,18 @@ class InProcessHarness(Harness, Protocol):
     async def work(self, context: AgentContext) -> AgentResult:
         """Do the agent's work in the worker's own process."""
         ...
+
+
+def needs_of(harness: Harness, args: Mapping[str, Any]) -> Needs:
+    """What it needs with these arguments; nothing, unless it says so. Raises TaskError."""
+    needs: Needs = harness.needs(args) if hasattr(harness, "needs") else Needs()
+    return needs
+
+
+def progress_of(harness: Harness, stdout: bytes, stderr: bytes) -> Mapping[str, float]:
+    """How far an agent is that still runs, by the ends of its output so far: numbers that only grow, such as turns."""
+    found: Mapping[str, float] = harness.progress(stdout, stderr) if hasattr(harness, "progress") else {}
+    return found
 
 
 @cache

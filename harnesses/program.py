@@ -12,6 +12,7 @@ from msgspec import Struct, structs
 from rollyard.harnesses.harness import (
     AgentContext,
     Command,
+    Needs,
     ReadFile,
     agent_environment,
     convert_args,
@@ -40,6 +41,10 @@ class ProgramHarness:
     def validate_args(self, args: Mapping[str, Any]) -> None:
         """Arguments are those of `args_kind`. Raises TaskError."""
         convert_args(args, self.args_kind, self.name)
+
+    def needs(self, args: Mapping[str, Any]) -> Needs:
+        """A Python interpreter, 3.9 or newer."""
+        return Needs(python=True)
 
     def files(self, context: AgentContext) -> Mapping[str, str | bytes]:
         """The program, its client, and its configuration: the prompt and the arguments."""

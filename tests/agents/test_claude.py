@@ -44,7 +44,7 @@ SCENES = {
     "compaction": Scene(
         agent=AGENT,
         conversations=compacted(say("I count.", *COUNT), LOOK, LOOK),
-        options={"CLAUDE_CODE_AUTO_COMPACT_WINDOW": "100000"},
+        options={"env": {"CLAUDE_CODE_AUTO_COMPACT_WINDOW": "100000"}},
     ),
     "broken": Scene(agent=AGENT, conversations=task(AGENT, break_after_tokens=3), tokens=True),
     "overflow": Scene(

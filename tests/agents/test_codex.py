@@ -41,7 +41,7 @@ COMPACTION = Scene(
             ],
         },
     ],
-    options={"model_auto_compact_token_limit": 18_000},
+    options={"config": {"model_auto_compact_token_limit": 18_000}},
 )
 SCENES = {
     "sub-agent": SUB_AGENT,

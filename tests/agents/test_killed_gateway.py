@@ -21,7 +21,7 @@ from rollyard.pipeline.embedded import free_port
 
 pytestmark = [pytest.mark.agent("codex"), pytest.mark.asyncio(loop_scope="module")]
 
-PATIENT = {"model_providers.gateway.stream_max_retries": 50}
+PATIENT = {"config": {"model_providers": {"gateway": {"stream_max_retries": 50}}}}
 SLOW = [
     say("I write the first file.", write_first("codex")),
     say(

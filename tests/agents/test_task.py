@@ -24,7 +24,7 @@ SCENES = IN_CAPTURE_MODE | IN_TOKENS_MODE | OPENCLAW
 
 @scenes(*SCENES)
 def test_the_files_are_there(name: str, session: Session) -> None:
-    assert session.done.exit_code == 0, session.table()
+    assert (session.done.exit_code, session.done.result.failure) == (0, None), session.table()
     assert (session.done.work / "first.txt").read_text() == FIRST, session.table()
     assert (session.done.work / "second.txt").read_text() == SECOND, session.table()
 

@@ -13,7 +13,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from rollyard.harnesses.harness import AgentContext, open_harness
+from rollyard.harnesses.bundles.bundle import find_bundle
+from rollyard.harnesses.harness import AgentContext, needs_of, open_harness
 from rollyard.schemas.rollout import AgentResult, Rollout
 from rollyard.schemas.sandbox import SandboxSpec
 from rollyard.schemas.task import AgentSpec, Task
@@ -111,9 +112,10 @@ class Agents:
         self.sandbox = sandbox = await self.backend.create(
             Labels(run="run", rollout_id=rollout.rollout_id, attempt=1, owner="test", created_ms=0)
         )
+        needs = needs_of(open_harness(harness), args)
         context = AgentContext(
             rollout=rollout, attempt=1, task=task, base_url=self.upstream.url, api_key=KEY,
-            home=sandbox.home, workdir=sandbox.workdir,
+            home=sandbox.home, workdir=sandbox.workdir, bundle=str(find_bundle(needs.bundle)) if needs.bundle else "",
         )  # fmt: skip
         agent = open_harness(harness)
         agent.validate_args(args)

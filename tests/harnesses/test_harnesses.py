@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from rollyard.harnesses.harness import HARNESSES, AgentContext, Harness, InProcessHarness, open_harness
+from rollyard.harnesses.harness import HARNESSES, AgentContext, Harness, InProcessHarness, Needs, needs_of, open_harness
 from rollyard.schemas.errors import HarnessError, TaskError
 from rollyard.schemas.rollout import AgentResult, Rollout
 from rollyard.schemas.sandbox import SandboxSpec
@@ -24,7 +25,7 @@ def context(
     )
     return AgentContext(
         rollout=Rollout.of("run", "task", 0, 1), attempt=1, task=task, base_url="http://gw/v1", api_key="key",
-        home="/s/home", workdir="/s/work",
+        home="/s/home", workdir="/s/work", bundle="/b",
     )  # fmt: skip
 
 
@@ -61,6 +62,9 @@ def test_every_shipped_harness_opens(name: str) -> None:
         ("command", {"command": "echo 'a"}, "No closing quotation"),
         ("command", {"command": []}, "`command` is empty"),
         ("mini_swe_agent", {"step_limit": "x"}, "agent.args.step_limit"),
+        ("codex", {"config": 1}, "agent.args.config"),
+        ("claude_code", {"max_turns": 0}, "agent.args.max_turns"),
+        ("openclaw", {"api": "anthropic-messages"}, "agent.args.api"),
     ],
 )
 def test_bad_names_and_arguments_are_refused(name: str, args: dict[str, Any], says: str) -> None:
@@ -108,9 +112,10 @@ async def test_a_signal_and_an_unknown_end_are_failures_of_the_agent() -> None:
         assert says in result.failure.message
 
 
-def trajectory(**info: Any) -> bytes:
+def trajectory(last: str = "", **info: Any) -> bytes:
     whole = {"exit_status": "Submitted", "submission": "done\n", "model_stats": {"api_calls": 3}} | info
-    return json.dumps({"info": whole, "messages": []}).encode()
+    messages = [{"role": "user", "content": "context_length_exceeded?"}, {"role": "exit", "content": last}]
+    return json.dumps({"info": whole, "messages": messages}).encode()
 
 
 @pytest.mark.parametrize(
@@ -119,7 +124,8 @@ def trajectory(**info: Any) -> bytes:
         (trajectory(), 0, None),
         (trajectory(exit_status="LimitsExceeded"), 0, "agent_budget"),
         (trajectory(exit_status="ContextWindowExceededError"), 1, "agent_budget"),
-        (trajectory(exit_status="BadRequestError", submission="session_limit_exceeded"), 1, "agent_budget"),
+        (trajectory("this session has reached its limit", exit_status="BadRequestError"), 1, "agent_budget"),
+        (trajectory("what is this", exit_status="BadRequestError"), 1, "agent"),
         (trajectory(exit_status="InternalServerError"), 1, "llm"),
         (trajectory(exit_status="RepeatedFormatError"), 0, "agent"),
         (trajectory(exit_status=""), -9, "agent"),
@@ -136,7 +142,7 @@ async def test_mini_swe_agents_trajectory_is_read(text: bytes | None, exit_code:
     result = await open_harness("mini_swe_agent").result(context("mini_swe_agent"), exit_code, b"", b"err", read)
     assert (result.failure.kind if result.failure else None) == kind
     if kind is None:
-        assert result == AgentResult(exit_code=0, answer="done", output_tail="err", metrics={"model_calls": 3.0})
+        assert result == AgentResult(exit_code=0, answer="done", output_tail="err", metrics={"calls": 3.0})
 
 
 async def test_a_broken_trajectory_of_a_finished_agent_is_an_error() -> None:
@@ -147,7 +153,9 @@ async def test_a_broken_trajectory_of_a_finished_agent_is_an_error() -> None:
         await open_harness("mini_swe_agent").result(context("mini_swe_agent"), 0, b"", b"", read)
 
 
-def test_a_missing_mini_swe_agent_says_how_to_mend_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    monkeypatch.setenv("ROLLYARD_TOOLS", str(tmp_path))
-    with pytest.raises(HarnessError, match="rollyard agents install mini_swe_agent"):
-        open_harness("mini_swe_agent").command(context("mini_swe_agent"))
+@pytest.mark.parametrize("name", ["codex", "claude_code", "hermes", "mini_swe_agent", "openclaw", "opencode"])
+def test_an_agent_without_its_bundle_says_how_to_mend_it(name: str) -> None:
+    harness = open_harness(name)
+    assert needs_of(harness, {}) == Needs(bundle=name)
+    with pytest.raises(HarnessError, match=f"rollyard agent bundle {name}"):
+        harness.command(replace(context(name), bundle=""))

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rollyard.harnesses.mini_swe_agent import LOCK, MEND, tool_folder
+from rollyard.harnesses.bundles.bundle import find_bundle
+from rollyard.harnesses.mini_swe_agent import BUNDLE
 
 pytestmark = pytest.mark.agent("mini-swe-agent")
-
-
-@pytest.fixture(autouse=True)
-def installed() -> None:
-    if not (tool_folder() / "bin" / "mini").is_file():
-        message = f"mini-swe-agent is not installed: {MEND}"
-        pytest.fail(message) if os.environ.get("CI") else pytest.skip(message)
 
 
 def call(command: str) -> dict[str, Any]:
@@ -39,7 +32,7 @@ async def test_it_solves_a_task(agents: Any, upstream: Any) -> None:
     prompt = "Make {{hello.txt}}" + " and more" * 30_000  # more than one argument of a command line can hold
     result = await agents.run("mini_swe_agent", prompt, files={"seed": "s33d"}, timeout_s=240)
     assert (result.exit_code, result.answer, result.failure) == (0, "ok", None), result.output_tail
-    assert result.metrics == {"model_calls": 2.0}
+    assert result.metrics == {"calls": 2.0}
     assert (Path(agents.sandbox.workdir) / "hello.txt").read_text() == "hi\n"
     first, second = upstream.requests
     assert (first["model"], first["tools"][0]["function"]["name"]) == ("m", "bash")
@@ -55,8 +48,10 @@ async def test_it_stops_at_the_tasks_limit_of_calls(agents: Any, upstream: Any) 
 
 
 def test_the_lock_is_what_is_installed() -> None:
-    site = next(tool_folder().glob("lib/python*/site-packages"))
-    installed = {f"{found.name}=={found.version}" for found in distributions(path=[str(site)])}
-    locked = set(LOCK.read_text().split())
+    found = distributions(path=[str(find_bundle("mini_swe_agent") / "packages")])
+    installed = {f"{each.name.lower().replace('_', '-').replace('.', '-')}=={each.version}" for each in found}
+    locked = {line.split()[0] for line in BUNDLE.lock.read_text().splitlines() if "==" in line}
     assert "mini-swe-agent==2.4.6" in locked
-    assert {requirement for requirement in installed if not requirement.startswith(("pip==", "setuptools=="))} == locked
+    # What the bundle leaves out is not there, and what is there was locked.
+    assert {each for each in locked - installed if not each.startswith(("pyarrow", "pandas"))} == set()
+    assert installed <= locked

@@ -1,0 +1,1 @@
+"""Agents as folders that run in any sandbox: how they are built, and where they lie."""
