@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, Literal, Protocol, Self
 
 import msgspec
 from msgspec import Struct
@@ -15,23 +15,47 @@ from msgspec import Struct
 from rollyard.pipeline.plugins import Catalogue
 from rollyard.schemas.errors import EvaluationError, TaskError
 from rollyard.schemas.rollout import AgentResult
-from rollyard.schemas.task import Task
+from rollyard.schemas.task import EvaluationSpec, Task
+from rollyard.stages.capabilities import Capabilities
 from rollyard.stages.sandbox import Sandbox
 
 RULES: Final = Catalogue(
     "evaluation rule",
     "rollyard.evaluators",
     {
+        "choice": "rollyard.stages.evaluators.choice:Choice",
+        "code": "rollyard.stages.evaluators.code:Code",
         "command": "rollyard.stages.evaluators.command:CommandRule",
+        "composite": "rollyard.stages.evaluators.composite:Composite",
         "contains": "rollyard.stages.evaluators.contains:Contains",
         "exact": "rollyard.stages.evaluators.exact:Exact",
+        "harbor": "rollyard.stages.evaluators.harbor:Harbor",
+        "llm_judge": "rollyard.stages.evaluators.llm_judge:LlmJudge",
+        "math": "rollyard.stages.evaluators.math:Math",
         "none": "rollyard.stages.evaluators.none:NoReward",
         "numeric": "rollyard.stages.evaluators.numeric:Numeric",
         "python": "rollyard.stages.evaluators.python:PythonRule",
         "regex": "rollyard.stages.evaluators.regex:Regex",
+        "swe": "rollyard.stages.evaluators.swe:Swe",
     },
     TaskError,
 )
+
+Isolation = Literal["none", "same", "fresh"]
+"""Where the commands of a rule run: it has none; in the agent's own sandbox; in a fresh one of the same kind."""
+
+Carry = Literal["work", "nothing"]
+"""What a fresh sandbox gets of the agent's: its working directory in the place of the task's own, or nothing."""
+
+MAIN_REWARD: Final = "reward"
+MAX_LOG_CHARS: Final = 16_384
+
+
+_VERDICT_FIELDS: Final = frozenset({"reward", "metrics", "turn_rewards", "rewards", "log"})
+
+
+class EvaluationHopeless(EvaluationError):
+    """A rule that cannot work on this rollout, however often it is tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,19 +63,81 @@ class Verdict:
     """The reward of a rollout. None means that there is none, and is never replaced by 0.
 
     `turn_rewards` are those of the main agent's calls, in their order; a list that is too short or has None leaves
-    calls without one. Raises EvaluationError when one is no finite number.
+    calls without one. `rewards` are the named parts from which the reward was made, `log` the end of what the verifier
+    wrote, for people. Raises EvaluationError when a number is not finite.
     """
 
     reward: float | None
     metrics: Mapping[str, float] = field(default_factory=dict)
     turn_rewards: Sequence[float | None] = ()
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    log: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         try:
-            rewards = tuple(None if each is None else finite(each) for each in self.turn_rewards)
+            turns = tuple(None if each is None else finite(each) for each in self.turn_rewards)
         except TypeError as error:
             raise EvaluationError(f"turn_rewards: {error}", hint="give a list of finite numbers and None") from error
-        object.__setattr__(self, "turn_rewards", rewards)
+        object.__setattr__(self, "turn_rewards", turns)
+        object.__setattr__(self, "log", self.log[-MAX_LOG_CHARS:])
+
+    @classmethod
+    def of(
+        cls, rewards: Mapping[str, float], main: str = "", *, metrics: Mapping[str, float] | None = None, log: str = ""
+    ) -> Verdict:
+        """The verdict of named rewards: see `scalar`. Raises EvaluationError."""
+        return cls(scalar(rewards, main), metrics or {}, (), dict(rewards), log)
+
+
+def as_verdict(value: object, who: str) -> Verdict:
+    """What code of the user's returned as a verdict: one, its fields as a dict, a number, or None for no reward.
+
+    Raises EvaluationError that names `who` returned it.
+    """
+    if isinstance(value, Verdict):
+        return value
+    try:
+        if not isinstance(value, Mapping):
+            return Verdict(None if value is None else finite(value))
+        known = {name: each for name, each in value.items() if name in _VERDICT_FIELDS}
+        if unknown := sorted(map(str, value.keys() - known.keys())):
+            raise TypeError(f"there is no field {', '.join(unknown)} in a verdict")
+        named = {name: _numbers(known.get(name)) for name in ("metrics", "rewards")}
+        reward = known.get("reward", scalar(named["rewards"]) if named["rewards"] else None)
+        return Verdict(
+            None if reward is None else finite(reward),
+            named["metrics"],
+            known.get("turn_rewards") or (),
+            named["rewards"],
+            str(known.get("log") or ""),
+        )
+    except (TypeError, EvaluationError) as error:
+        said = error.message if isinstance(error, EvaluationError) else error
+        raise EvaluationError(
+            f"{who} returned {value!r:.200}: {said}", hint="return a Verdict, a dict of its fields, a number or None"
+        ) from error
+
+
+def _numbers(value: object) -> dict[str, float]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{value!r:.50} is no mapping of names to numbers")
+    return {str(name): finite(number) for name, number in value.items()}
+
+
+def scalar(rewards: Mapping[str, float], main: str = "") -> float:
+    """One reward of named ones: that called `main`; without a name that called `reward`, else the mean of all.
+
+    Raises EvaluationError when there is none of that name, or none at all.
+    """
+    if not rewards:
+        raise EvaluationError("there are no rewards", hint='write at least {"reward": NUMBER}')
+    if main and main not in rewards:
+        raise EvaluationError(f"there is no reward {main!r}, only {', '.join(sorted(rewards))}")
+    if main or MAIN_REWARD in rewards:
+        return rewards[main or MAIN_REWARD]
+    return math.fsum(rewards.values()) / len(rewards)
 
 
 def finite(value: object) -> float:
@@ -62,18 +148,48 @@ def finite(value: object) -> float:
     raise TypeError(f"{value!r:.50} is no finite number")
 
 
+@dataclass(frozen=True, slots=True)
+class JudgeAccess:
+    """The way to a model for a rule that asks one: calls of a session of their own, which nobody trains on."""
+
+    base_url: str  # of the gateway, with /v1
+    key_for: Callable[[str], str]  # the API key for a served model
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalContext:
-    """What a rule may look at. `sandbox` is as the agent left it; None when there is none."""
+    """What a rule may look at and use.
+
+    `sandbox` is where its commands run, by its isolation; `agent` the one that the agent left, to be read. They are
+    one in the isolations `none` and `same`, and None when there is none. `process` is the name under which a rule
+    starts its command, so that a second evaluation after a death attaches to it.
+    """
 
     task: Task
     result: AgentResult
     sandbox: Sandbox | None
     timeout_s: float
+    agent: Sandbox | None = None
+    isolation: Isolation = "same"
+    capabilities: Capabilities = Capabilities()
+    process: str = "eval"
+    judge: JudgeAccess | None = None
+    diff: Callable[[], Awaitable[bytes | None]] | None = None
+    """What the agent changed, as git prints it; None: nobody can tell."""
+
+    def place(self, rule: str) -> Sandbox:
+        """The sandbox in which to run commands. Raises EvaluationError when there is none."""
+        if self.sandbox is None:
+            raise EvaluationHopeless(f"the rule `{rule}` needs a sandbox", hint="choose another rule or backend")
+        return self.sandbox
 
 
 class Rule(Protocol):
-    """One way to make a reward."""
+    """One way to make a reward.
+
+    It may have an attribute `isolation` (`Isolation`, "none" where it is missing), `carry` (`Carry`, "work" where it is
+    missing) and `drop`, names of files that are not carried, as shell patterns.
+    """
 
     @classmethod
     def from_args(cls, args: Mapping[str, Any]) -> Self:
@@ -103,3 +219,18 @@ def open_rule(name: str, args: Mapping[str, Any]) -> Rule:
     """The rule of that name or dotted path. Raises TaskError for an unknown rule or an argument it does not take."""
     rule: Rule = RULES.load(name).from_args(args)
     return rule
+
+
+def isolation_of(rule: Rule, spec: EvaluationSpec | None = None) -> Isolation:
+    """Where the commands of a rule run: as the task says, else as the rule does."""
+    own: Isolation = getattr(rule, "isolation", "none")
+    if own == "none" or spec is None or spec.sandbox == "auto":
+        return own
+    return spec.sandbox
+
+
+def rule_refusals(rule: Rule, backend: str, capabilities: Capabilities) -> list[str]:
+    """Texts `field: what the backend lacks; what to do`; none when the rule can work there."""
+    if isolation_of(rule) != "none" and not capabilities.processes:
+        return [f"evaluation.rule: it runs commands, and the backend {backend!r} has no place for them; choose another"]
+    return []

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, ClassVar, Final
 
 import msgspec
 from msgspec import Meta, Struct, field
 
-from rollyard.harnesses.harness import Command
 from rollyard.schemas.errors import EvaluationError, SandboxError
-from rollyard.stages.evaluator import EvalContext, RuleArgs, Verdict, finite
+from rollyard.stages.evaluator import MAX_LOG_CHARS, EvalContext, Isolation, RuleArgs, Verdict, finite
+from rollyard.stages.evaluators.verifier import DROPPED, VerifierLate, run_verifier, said_by
 from rollyard.stages.sandbox import Sandbox, check_path
 
-PROCESS: Final = "eval"
 MAX_REWARD_BYTES: Final = 65_536
 _SHOWN_OUTPUT_BYTES: Final = 500
 # The agent may have written a reward of its own.
@@ -25,12 +25,13 @@ class _Report(Struct, frozen=True, forbid_unknown_fields=True):
     reward: float | None
     metrics: dict[str, float] = {}
     turn_rewards: tuple[float | None, ...] = ()
+    rewards: dict[str, float] = {}
 
 
 class CommandRule(RuleArgs, frozen=True, kw_only=True):
     """Runs `command` in the working directory, once: a second evaluation attaches to the first."""
 
-    needs_sandbox: ClassVar[bool] = True
+    isolation: ClassVar[Isolation] = "fresh"
 
     command: Annotated[str, Meta(min_length=1, description="shell command; exit status 0 gives 1, any other 0")]
     reward_file: Annotated[
@@ -42,6 +43,15 @@ class CommandRule(RuleArgs, frozen=True, kw_only=True):
     files: Annotated[dict[str, str], Meta(description="files put into the working directory before")] = field(
         default_factory=dict
     )
+    drop: Annotated[
+        tuple[str, ...], Meta(description="names of files of the agent that a fresh sandbox does not get, * and ? work")
+    ] = DROPPED
+    copy: Annotated[
+        tuple[str, ...], Meta(description="absolute paths of the agent's that a fresh sandbox gets as well")
+    ] = ()
+    timeout_reward: Annotated[
+        float | None, Meta(description="reward when it does not end in time; null: the evaluation has failed")
+    ] = None
 
     def __post_init__(self) -> None:
         try:
@@ -49,35 +59,32 @@ class CommandRule(RuleArgs, frozen=True, kw_only=True):
                 check_path(path)
         except SandboxError as error:
             raise ValueError(str(error)) from error
+        if any(not path.startswith("/") for path in self.copy):
+            raise ValueError("`copy` takes absolute paths; the working directory is copied anyway")
 
     async def reward(self, context: EvalContext) -> Verdict:
         """Raises EvaluationError when there is no reward, SandboxError when the command was lost."""
-        sandbox = context.sandbox
-        if sandbox is None:
-            raise EvaluationError("the rule `command` needs a sandbox", hint="choose another rule or backend")
+        sandbox = context.place("command")
         await sandbox.put_files(self.files)
-        command = Command(
-            ("sh", "-c", _SCRIPT, "sh", self.command),
-            dict(context.task.sandbox.env) | {"ROLLYARD_REWARD_FILE": self.reward_file or ""},
-        )
-        await sandbox.start(PROCESS, command, deadline_s=context.timeout_s)
-        end = await sandbox.wait(PROCESS)
-        if end.reason == "deadline":
-            raise EvaluationError(
-                f"the evaluation command did not end within {context.timeout_s:g} s", hint="raise timeouts.eval_s"
+        try:
+            end = await run_verifier(
+                context, _SCRIPT, (self.command,), env={"ROLLYARD_REWARD_FILE": self.reward_file or ""}
             )
-        if end.reason != "exited":
-            raise SandboxError(f"the evaluation command did not end by itself: {end.reason}")
+        except VerifierLate:
+            if self.timeout_reward is None:
+                raise
+            return Verdict(self.timeout_reward, {"timed_out": 1.0})
+        log = await said_by(context, sandbox, MAX_LOG_CHARS)
         if self.reward_file is None:
-            return Verdict(float(end.exit_code == 0))
-        return await self._read(sandbox, self.reward_file)
+            return Verdict(float(end.exit_code == 0), log=log)
+        return replace(await self._read(context, sandbox, self.reward_file), log=log)
 
-    async def _read(self, sandbox: Sandbox, path: str) -> Verdict:
+    async def _read(self, context: EvalContext, sandbox: Sandbox, path: str) -> Verdict:
         text = await sandbox.read_file(path, MAX_REWARD_BYTES + 1)
         try:
             return _verdict(text)
         except (ValueError, TypeError, EvaluationError) as error:
-            _, errors = await sandbox.output(PROCESS, _SHOWN_OUTPUT_BYTES)
+            _, errors = await sandbox.output(context.process, _SHOWN_OUTPUT_BYTES)
             found = error.message if isinstance(error, EvaluationError) else str(error)
             raise EvaluationError(
                 f"the reward file {path!r} {found}; the command wrote: {errors.decode(errors='replace')}"
@@ -96,7 +103,8 @@ def _verdict(text: bytes | None) -> Verdict:
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ValueError(f"holds {text[:80]!r}: {error}") from None
         metrics = {name: finite(number) for name, number in report.metrics.items()}
-        return Verdict(None if report.reward is None else finite(report.reward), metrics, report.turn_rewards)
+        rewards = {name: finite(number) for name, number in report.rewards.items()}
+        return Verdict(None if report.reward is None else finite(report.reward), metrics, report.turn_rewards, rewards)
     try:
         return Verdict(finite(float(text.decode().strip())))
     except (ValueError, TypeError):

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, cast
 from msgspec import Meta
 
 from rollyard.schemas.errors import EvaluationError, RollyardError
-from rollyard.stages.evaluator import EvalContext, RuleArgs, Verdict, finite
+from rollyard.stages.evaluator import EvalContext, RuleArgs, Verdict, finite, scalar
 
 _ENTRY: Final = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*:[^\W\d]\w*(?:\.[^\W\d]\w*)*\Z")
 
@@ -22,7 +22,8 @@ class PythonRule(RuleArgs, frozen=True, kw_only=True):
     """Calls `entry(task, result, workdir)`, plain or async, in the worker's process.
 
     It returns a number or None, the reward, or (reward, {name: number}), or (reward, {name: number}, turn rewards): a
-    list with a number or None for each call of the main agent. `workdir` is None without a sandbox.
+    list with a number or None for each call of the main agent. Instead of the reward may stand named ones, {name:
+    number}: that called `reward` counts, else their mean. `workdir` is None without a sandbox.
     """
 
     entry: Annotated[str, Meta(description="package.module:function, importable by EVAL workers")]
@@ -33,7 +34,8 @@ class PythonRule(RuleArgs, frozen=True, kw_only=True):
 
     async def reward(self, context: EvalContext) -> Verdict:
         """Raises EvaluationError when the function cannot be imported, fails, is late or returns something else."""
-        workdir = context.sandbox.workdir if context.sandbox is not None else None
+        sandbox = context.agent or context.sandbox
+        workdir = sandbox.workdir if sandbox is not None else None
         try:
             function = self._load()
             async with asyncio.timeout(context.timeout_s):
@@ -71,14 +73,17 @@ class PythonRule(RuleArgs, frozen=True, kw_only=True):
             if not isinstance(metrics, Mapping):
                 raise TypeError("metrics are no mapping")
             numbers = {str(name): finite(number) for name, number in metrics.items()}
-            return Verdict(
-                None if reward is None else finite(reward), numbers, () if turn_rewards is None else turn_rewards
-            )
+            turns = () if turn_rewards is None else turn_rewards
+            if isinstance(reward, Mapping):
+                named = {str(name): finite(number) for name, number in reward.items()}
+                return Verdict(scalar(named), numbers, turns, named)
+            return Verdict(None if reward is None else finite(reward), numbers, turns)
         except (TypeError, EvaluationError) as error:
             what = error.message if isinstance(error, EvaluationError) else error
             raise EvaluationError(
                 f"{self.entry} returned {value!r:.200}: {what}",
-                hint="return a finite number or None; or (that, {name: number}); or these and a list of turn rewards",
+                hint="return a finite number, {name: number} or None; or (that, {name: number}); or these and a list "
+                "of turn rewards",
             ) from error
 
 

@@ -2,39 +2,74 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rollyard.pipeline.client import Client
 from rollyard.pipeline.consumer import Ack
 from rollyard.schemas import subjects
 from rollyard.schemas.failure import Failure
 from rollyard.schemas.rollout import AgentResult, Rollout, RolloutEvent, RolloutState
+from rollyard.schemas.sandbox import SandboxSpec
 from rollyard.schemas.task import AgentSpec, EvaluationSpec, Task, Timeouts
+from rollyard.stages import eval as eval_stage
+from rollyard.stages.changes import mark_baseline
 from rollyard.stages.eval import Eval
-from rollyard.stages.sandbox import Labels
+from rollyard.stages.sandbox import Labels, Sandbox
 from rollyard.stages.stage import StageHandler
 
+Agent = Callable[[Sandbox], Awaitable[Any]]
 
-async def judged(crew: Any, evaluation: EvaluationSpec, answer: str = "42", **fields: Any) -> RolloutState:
-    """What becomes of a rollout whose agent gave an answer and left a file."""
-    agent = AgentSpec(harness="command", args={"command": ["true"]})
-    timeouts = fields.pop("timeouts", Timeouts())
-    task = Task(prompt="p", id="t", agent=agent, evaluation=evaluation, timeouts=timeouts)
+
+async def left_by_agent(
+    crew: Any, evaluation: EvaluationSpec, answer: str = "42", agent: Agent | None = None, **fields: Any
+) -> RolloutState:
+    """A rollout whose agent gave an answer, left a file, and did what `agent` does; its message waits for EVAL."""
+    harness = AgentSpec(harness="command", args={"command": ["true"]})
+    own = {name: fields.pop(name) for name in ("timeouts", "sandbox_spec", "handler") if name in fields}
+    spec = own.pop("sandbox_spec", SandboxSpec())
+    task = Task(prompt="p", id="t", agent=harness, evaluation=evaluation, sandbox=spec, **own)
     local = crew.context.backends["local"]
     labels = Labels(run="r", rollout_id=subjects.rollout_id("r", "t", 0), attempt=1, owner="w1", created_ms=0)
     sandbox = await local.create(labels)
+    await sandbox.put_files(spec.files)
+    await mark_baseline(sandbox)
     await sandbox.put_files({"made.txt": "by the agent"})
+    if agent is not None:
+        await agent(sandbox)
     facts = {"position": "eval", "place": local.place, "sandbox": sandbox.ref, "step": 2, "status": "completed"}
     result = AgentResult(exit_code=0, answer=answer)
     event = RolloutEvent(kind="ran", rollout=Rollout.of("r", "t", 0, 1), attempt=1, at_ms=1, result=result)
     closed_seq = await crew.context.record(event)
-    state = await crew.start(task, **(facts | {"closed_seq": closed_seq} | fields))
+    state: RolloutState = await crew.start(task, **(facts | {"closed_seq": closed_seq} | fields))
+    return state
+
+
+async def judged(crew: Any, evaluation: EvaluationSpec, answer: str = "42", **fields: Any) -> RolloutState:
+    """What becomes of such a rollout."""
+    state = await left_by_agent(crew, evaluation, answer, **fields)
+    local = crew.context.backends["local"]
     (held,) = await crew.take("eval", local.place)
     assert await StageHandler(crew.context, Eval(crew.context))(held) == Ack()
     after: RolloutState = await crew.state(state.rollout)
     assert await local.list_owned() == []
     return after
+
+
+async def verdict(crew: Any, evaluation: EvaluationSpec, **fields: Any) -> RolloutEvent:
+    """The event of a rollout that is judged."""
+    state = await judged(crew, evaluation, **fields)
+    event: RolloutEvent = (await crew.life(state.rollout))[-1]
+    assert event.kind == "evaluated", event.failure
+    return event
+
+
+def command(script: str, **args: Any) -> dict[str, Any]:
+    return {"command": script, **args}
 
 
 @pytest.mark.parametrize(
@@ -77,8 +112,8 @@ async def test_what_was_truncated_is_judged_and_stays_truncated(crew: Any) -> No
 @pytest.mark.parametrize(
     ("evaluation", "timeouts", "says"),
     [
-        (EvaluationSpec(rule="python", args={"entry": "json:dumps"}), Timeouts(), "json:dumps"),
-        (EvaluationSpec(rule="command", args={"command": "sleep 60"}), Timeouts(eval_s=0.4), "0.4 s"),
+        (EvaluationSpec(rule="python", args={"entry": "json:dumps"}, max_tries=2), Timeouts(), "json:dumps"),
+        (EvaluationSpec(rule="command", args={"command": "sleep 60"}, max_tries=1), Timeouts(eval_s=0.4), "0.4 s"),
     ],
     ids=["a rule that breaks", "a rule that hangs"],
 )
@@ -97,3 +132,195 @@ async def test_a_result_that_the_log_lacks_is_infrastructure(crew: Any) -> None:
     assert (state.position, state.attempt) == ("init", 2)
     failure = (await crew.life(state.rollout))[-1].failure
     assert (failure.kind, failure.message) == ("infra", "the log has no event 999999")
+
+
+async def test_a_fresh_sandbox_has_the_working_directory_of_the_agent_and_nothing_else(crew: Any) -> None:
+    async def agent(sandbox: Sandbox) -> None:
+        await sandbox.put_files({".profile": "echo tampered", "bin/python3": "#!/bin/sh\n"}, base="home")
+        await sandbox.put_files({"sub/new": "1", "sitecustomize.py": "raise SystemExit", "sub/sitecustomize.py": ""})
+        await sandbox.exec(
+            "rm given.txt; chmod +x sub/new; ln -s /etc/passwd link; mkfifo pipe; sleep 1000 &", timeout_s=9
+        )
+
+    script = """
+        [ "$(cat made.txt)" = "by the agent" ] || exit 2
+        [ -x sub/new ] && [ -L link ] || exit 3
+        [ ! -e given.txt ] || exit 4
+        [ ! -e "$HOME/.profile" ] && [ ! -e "$HOME/bin" ] || exit 5
+        [ ! -e sitecustomize.py ] && [ ! -e sub/sitecustomize.py ] || exit 6
+        [ -e test_file ] || exit 7
+        touch "$LEDGER/ran"
+    """
+    ledger = crew.config.data_dir() / "ledger"
+    ledger.mkdir()
+    spec = SandboxSpec(files={"given.txt": "g"}, setup=["test -e given.txt"], env={"LEDGER": str(ledger)})
+    args = command(script, files={"test_file": ""})
+    event = await verdict(crew, EvaluationSpec(rule="command", args=args), agent=agent, sandbox_spec=spec)
+    assert (event.reward, list(ledger.iterdir())) == (1.0, [ledger / "ran"])
+
+
+async def test_the_same_sandbox_when_the_task_says_so(crew: Any) -> None:
+    async def agent(sandbox: Sandbox) -> None:
+        await sandbox.put_files({"seen": "1"}, base="home")
+
+    args = command('test -e "$HOME/seen"')
+    spec = EvaluationSpec(rule="command", args=args, sandbox="same")
+    assert (await verdict(crew, spec, agent=agent)).reward == 1.0
+
+
+async def test_the_files_that_a_task_gives_are_kept_where_the_agents_are_dropped(crew: Any) -> None:
+    async def agent(sandbox: Sandbox) -> None:
+        await sandbox.put_files({"conftest.py": "the agent's", "sub/conftest.py": "the agent's"})
+
+    spec = SandboxSpec(files={"conftest.py": "the task's"})
+    args = command('[ "$(cat conftest.py)" = "the task\'s" ] && [ ! -e sub/conftest.py ]', drop=["conftest.py"])
+    event = await verdict(crew, EvaluationSpec(rule="command", args=args), agent=agent, sandbox_spec=spec)
+    assert event.reward == 1.0
+
+
+async def test_a_rule_that_fails_is_tried_again_each_time_in_another_sandbox(
+    crew: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(eval_stage, "FIRST_PAUSE_S", 0.01)
+    script = f'echo "$HOME" >>{tmp_path}/tries; [ $(wc -l <{tmp_path}/tries) -ge 3 ] && echo 0.5 >r'
+    args = command(script, reward_file="r")
+    assert (await verdict(crew, EvaluationSpec(rule="command", args=args))).reward == 0.5
+    tries = (tmp_path / "tries").read_text().splitlines()
+    assert (len(tries), len(set(tries))) == (3, 3)
+
+
+async def test_after_the_last_try_there_is_no_reward_and_nothing_is_left(
+    crew: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(eval_stage, "FIRST_PAUSE_S", 0.01)
+    args = command(f"echo x >>{tmp_path}/tries; echo why >&2", reward_file="r")
+    state = await judged(crew, EvaluationSpec(rule="command", args=args, max_tries=2))
+    assert (state.status, state.evaluated_seq, (tmp_path / "tries").read_text()) == ("failed", 0, "x\nx\n")
+    assert state.failure is not None
+    assert (state.failure.kind, "the command wrote: why" in state.failure.message) == ("eval", True)
+
+
+async def test_a_fresh_sandbox_that_cannot_be_set_up_is_a_failed_evaluation(crew: Any, tmp_path: Path) -> None:
+    spec = SandboxSpec(setup=[f"! test -e {tmp_path}/broken"])
+    (tmp_path / "broken").touch()
+    evaluation = EvaluationSpec(rule="command", args=command("true"), max_tries=1)
+    state = await judged(crew, evaluation, sandbox_spec=spec)
+    assert state.failure is not None
+    assert (state.failure.kind, "setup command 1" in state.failure.message) == ("eval", True)
+
+
+@pytest.mark.parametrize(
+    ("skip", "fields", "metric"),
+    [
+        ("no_answer", {"answer": " \n"}, "skipped_no_answer"),
+        ("truncated", {"status": "truncated"}, "skipped_truncated"),
+        ("empty_diff", {"agent": lambda sandbox: sandbox.exec("rm made.txt", timeout_s=9)}, "skipped_empty_diff"),
+    ],
+)
+async def test_what_is_not_worth_a_judgement_gets_the_reward_of_skipping(
+    crew: Any, skip: Any, fields: dict[str, Any], metric: str
+) -> None:
+    evaluation = EvaluationSpec(rule="command", args=command("true"), skip=(skip,), skip_reward=-0.5)
+    event = await verdict(crew, evaluation, **fields)
+    assert (event.reward, event.metrics) == (-0.5, {metric: 1.0})
+
+
+@pytest.mark.parametrize("skip", ["no_answer", "truncated", "empty_diff"])
+async def test_what_is_worth_it_is_judged(crew: Any, skip: Any) -> None:
+    event = await verdict(crew, EvaluationSpec(rule="command", args=command("true"), skip=(skip,)))
+    assert (event.reward, event.metrics) == (1.0, {})
+
+
+async def test_named_rewards_and_the_end_of_the_log_are_kept(crew: Any) -> None:
+    said = '{"reward": 0.25, "rewards": {"style": 0.5, "tests": 0}}'
+    args = command(f"echo to be read; echo '{said}' >r", reward_file="r")
+    event = await verdict(crew, EvaluationSpec(rule="command", args=args))
+    assert (event.reward, event.rewards, event.log) == (0.25, {"style": 0.5, "tests": 0.0}, "to be read")
+
+
+async def begin(crew: Any, started: Path) -> tuple[asyncio.Task[Any], Any]:
+    """A worker in the middle of the evaluation, and its message: its verifier has made the file `started`."""
+    local = crew.context.backends["local"]
+    (held,) = await crew.take("eval", local.place)
+    task = asyncio.create_task(StageHandler(crew.context, Eval(crew.context))(held))
+    await crew.until(lambda: asyncio.to_thread(started.exists))
+    return task, held
+
+
+async def die(crew: Any, started: Path) -> None:
+    """A worker begins and ends there; its message comes again."""
+    task, held = await begin(crew, started)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await held.nak()
+
+
+async def test_a_second_worker_attaches_to_the_verifier_of_the_first(crew: Any, tmp_path: Path) -> None:
+    script = f"echo x >>{tmp_path}/started; while ! test -e {tmp_path}/go; do sleep 0.05; done; echo 0.5 >r"
+    state = await left_by_agent(crew, EvaluationSpec(rule="command", args=command(script, reward_file="r")))
+    await die(crew, tmp_path / "started")
+    local = crew.context.backends["local"]
+    assert sorted(labels.role for _, labels in await local.list_owned()) == ["agent", "eval"]
+    (tmp_path / "go").touch()
+    (held,) = await crew.take("eval", local.place)
+    assert held.deliveries > 1
+    assert await StageHandler(crew.context, Eval(crew.context))(held) == Ack()
+    event = (await crew.life(state.rollout))[-1]
+    assert (event.reward, (tmp_path / "started").read_text()) == (0.5, "x\n")
+    assert await local.list_owned() == []
+
+
+async def test_a_half_made_sandbox_of_a_dead_worker_is_replaced(crew: Any, tmp_path: Path) -> None:
+    spec = SandboxSpec(setup=[f"echo x >>{tmp_path}/setups; test -e {tmp_path}/go || sleep 1000"])
+    state = await left_by_agent(crew, EvaluationSpec(rule="command", args=command("true")), sandbox_spec=spec)
+    await die(crew, tmp_path / "setups")
+    local = crew.context.backends["local"]
+    (half,) = [ref for ref, labels in await local.list_owned() if labels.role == "eval"]
+    (tmp_path / "go").touch()
+    (held,) = await crew.take("eval", local.place)
+    assert await StageHandler(crew.context, Eval(crew.context))(held) == Ack()
+    assert (await crew.life(state.rollout))[-1].reward == 1.0
+    assert (tmp_path / "setups").read_text() == "x\nx\n"
+    assert not Path(half.handle).exists()
+    assert await local.list_owned() == []
+
+
+async def test_a_cancelled_evaluation_leaves_no_sandbox(crew: Any, tmp_path: Path) -> None:
+    state = await left_by_agent(crew, EvaluationSpec(rule="command", args=command(f"touch {tmp_path}/on; sleep 1000")))
+    working, _ = await begin(crew, tmp_path / "on")
+    await Client(crew.bus, "r").cancel()
+    assert await working == Ack()
+    after = await crew.state(state.rollout)
+    assert (after.position, after.status) == ("aggregate", "cancelled")
+    assert await crew.context.backends["local"].list_owned() == []
+
+
+class Judge:
+    """A handler that judges itself, or leaves it to the rule."""
+
+    async def eval(self, context: Any) -> Any:
+        if context.result.answer == "rule":
+            return await context.default()
+        if context.result.answer == "bad":
+            return {"rewart": 1}
+        return {"rewards": {"a": 1, "b": 0}, "metrics": {"carried": context.carried["n"]}}
+
+
+@pytest.mark.parametrize(
+    ("answer", "reward", "rewards", "metrics"),
+    [("own", 0.5, {"a": 1.0, "b": 0.0}, {"carried": 3.0}), ("rule", 1.0, {}, {})],
+)
+async def test_a_handler_judges_in_the_place_of_the_rule(
+    crew: Any, answer: str, reward: float, rewards: dict[str, float], metrics: dict[str, float]
+) -> None:
+    evaluation = EvaluationSpec(rule="command", args=command("true"))
+    event = await verdict(crew, evaluation, answer=answer, handler=f"{__name__}:Judge", carried={"n": 3})
+    assert (event.reward, event.rewards, event.metrics) == (reward, rewards, metrics)
+
+
+async def test_a_handler_that_returns_no_verdict_is_a_failed_evaluation(crew: Any) -> None:
+    evaluation = EvaluationSpec(max_tries=1)
+    state = await judged(crew, evaluation, answer="bad", handler=f"{__name__}:Judge")
+    assert state.failure is not None
+    assert (state.failure.kind, "no field rewart in a verdict" in state.failure.message) == ("eval", True)

@@ -1,0 +1,14 @@
+"""Small statistics."""
+
+
+def median(values):
+    """The middle value; of an even number of values the mean of the two in the middle."""
+    if not values:
+        raise ValueError("no values")
+    values.sort()
+    return values[len(values) // 2]
+
+
+def spread(values):
+    """Largest less smallest value."""
+    return max(values) - min(values)

@@ -1,0 +1,3 @@
+#!/bin/sh
+# check.py writes the rewards by name.
+python3 "$(dirname "$0")/check.py"
