@@ -37,9 +37,8 @@ fmt: $(STAMP) ## format the code and mend what can be mended
 bench: $(STAMP) ## measure, and print tables
 	@for script in tests/bench/bench_*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
-agents: $(STAMP) ## install the agents that the tests run (about 2.7 GB), with locked versions, beside Rollyard
-	@$(BIN)/rollyard agents install mini_swe_agent
-	@$(BIN)/python tests/agents/agent_tools.py install
+agents: $(STAMP) ## build the bundles of all agents (2.1 GB on disk), with locked versions
+	@$(BIN)/rollyard agent bundle all
 
 vllm-check: $(STAMP) ## test the vLLM adapter before a real vLLM on the CPU (4 GB, a quarter of an hour the first time)
 	@$(BIN)/python tests/vllm/real_vllm.py check $(ARGS)

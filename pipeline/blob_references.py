@@ -1,7 +1,8 @@
 """Which blobs a stored record refers to. Whoever archives an event or removes blobs must find every one.
 
-A record names blobs in three ways: its message is a pointer to one (the header `Rollyard-Blob`), `CallIntent.contents`
-names parts of it, and images in its messages are `blob:<name>`. Such a part may hold images in turn.
+A record names blobs in four ways: its message is a pointer to one (the header `Rollyard-Blob`), `CallIntent.contents`
+names parts of it, `AgentResult.artifacts` names kept files, and images in its messages are `blob:<name>`. A part may
+hold images in turn.
 """
 
 from __future__ import annotations
@@ -36,6 +37,21 @@ class _Call(msgspec.Struct):
     schema_version: int = SCHEMA_VERSION
 
 
+class _Artifact(msgspec.Struct):
+    blob: str = ""
+
+
+class _Result(msgspec.Struct):
+    artifacts: tuple[_Artifact, ...] = ()
+
+
+class _Life(msgspec.Struct):
+    """What of a rollout's event names the files that were kept."""
+
+    result: _Result | None = None
+    schema_version: int = SCHEMA_VERSION
+
+
 class References:
     """Finds the blobs that records name. A part is read from `blobs`, once, for the images in it."""
 
@@ -53,6 +69,8 @@ class References:
         if stored.subject.startswith("log.") and stored.subject.endswith(".call"):
             named.parts.update(_parts(plain))
             named.images.update(*map(self._images_within, named.parts))
+        elif stored.subject.startswith("log.") and stored.subject.endswith(".life"):
+            named.parts.update(_artifacts(plain))
         return named
 
     def _images_within(self, part: str) -> frozenset[str]:
@@ -66,6 +84,16 @@ class References:
 def images_in(data: bytes | memoryview) -> set[str]:
     """The images that an unpacked record or a text refers to."""
     return {found.group(1).decode() for found in _IMAGE.finditer(data)}
+
+
+def _artifacts(plain: bytes) -> set[str]:
+    try:
+        life: _Life = decode(plain, _Life)
+    except TooNew:
+        raise
+    except DecodeError:
+        return set()
+    return {artifact.blob for artifact in life.result.artifacts} if life.result is not None else set()
 
 
 def _parts(plain: bytes) -> set[str]:

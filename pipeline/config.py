@@ -20,6 +20,7 @@ from msgspec import Meta, Struct, structs
 from rollyard.pipeline.streams import Limits
 from rollyard.schemas.errors import ConfigError
 from rollyard.schemas.rollout import StageName
+from rollyard.schemas.task import HookSpec
 
 ENV_PREFIX = "ROLLYARD__"
 ENV_FILE = "ROLLYARD_CONFIG"
@@ -80,6 +81,21 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     backends: Annotated[tuple[str, ...], Meta(description="sandbox backends that it offers")] = ("local", "none")
     max_ready: Annotated[Count, Meta(description="initialised sandboxes that may wait at one place")] = 256
     sandboxes: Annotated[str, Meta(description="folder of local sandboxes; empty: `sandboxes` in the data folder")] = ""
+    ready_s: Annotated[Positive, Meta(description="how long a sandbox may wait for RUN and EVAL, all in all")] = (
+        86_400.0
+    )
+    keep_output_bytes: Annotated[
+        int, Meta(ge=0, le=64 << 20, description="bytes kept of the end of an agent's output and errors; 0: none")
+    ] = 256 << 10
+    cache: Annotated[str, Meta(description="folder of fetched repositories; empty: `cache` in the data folder")] = ""
+    cache_bytes: Annotated[Count, Meta(description="what it may hold; what was used longest ago goes first")] = 20 << 30
+    hooks: Annotated[
+        tuple[str | HookSpec, ...],
+        Meta(description="hooks of every task, before its own: names, or tables {hook, args, on_failure}"),
+    ] = ()
+    handlers: Annotated[
+        tuple[str, ...], Meta(description="handlers by data source, each as `source=package.module:Class`")
+    ] = ()
 
 
 class StoreConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -124,6 +140,9 @@ class RelayConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """The relay, one a machine, by which sandboxes without a network reach a gateway."""
 
     folder: Annotated[str, Meta(description="folder of its sockets; empty: `relay` in the data folder")] = ""
+    start: Annotated[bool, Meta(description="workers that need one start it where none answers; it outlives them")] = (
+        True
+    )
 
 
 class LogConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -168,6 +187,10 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def sandboxes_dir(self) -> Path:
         """The folder of local sandboxes."""
         return Path(self.worker.sandboxes) if self.worker.sandboxes else self.data_dir() / "sandboxes"
+
+    def cache_dir(self) -> Path:
+        """The folder of what INIT workers of this machine keep between rollouts."""
+        return Path(self.worker.cache) if self.worker.cache else self.data_dir() / "cache"
 
     def relay_dir(self) -> Path:
         """The folder of the relay's sockets."""
@@ -320,9 +343,12 @@ def to_toml(config: Config) -> str:
     return "\n".join(lines)
 
 
-def _toml_value(value: str | bool | float | list[str]) -> str:
-    # JSON's strings, numbers, booleans and lists of strings are TOML's too, as long as no character is written as a
-    # surrogate pair.
+def _toml_value(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_toml_value(key)} = {_toml_value(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_toml_value, value)) + "]"
+    # JSON's strings, numbers and booleans are TOML's too, as long as no character is written as a surrogate pair.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

@@ -135,7 +135,9 @@ class _Intake:
 
 def _decode(data: bytes, check: Check | None) -> tuple[Task | None, list[str]]:
     """A task and no problems, or None and what is wrong."""
-    body = data.removeprefix(_BOM).strip() if data[:1] < b"\x80" or data.startswith(_BOM) else data
+    # Blanks stand around text only: a compressed body may end with a byte that looks like one.
+    is_text = not codec.content_type(data).endswith("zstd") and (data[:1] < b"\x80" or data.startswith(_BOM))
+    body = data.removeprefix(_BOM).strip() if is_text else data
     if not body:
         return None, ['the task is empty; the least is {"prompt": "..."}']
     try:

@@ -74,6 +74,7 @@ class RolloutState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     pool: Annotated[str, Meta(description="pool whose INIT workers make the sandbox")] = "local"
     place: Annotated[str | None, Meta(description="where the sandbox is; null before INIT")] = None
     sandbox: Annotated[SandboxRef | None, Meta(description="null before INIT and after the end")] = None
+    carried: Annotated[Any, Meta(description="what the INIT of the task's handler returned, at most 8 KB")] = None
     closed_seq: Annotated[int, Meta(description="LOG sequence of the event that ended the agent; 0: none")] = 0
     evaluated_seq: Annotated[int, Meta(description="LOG sequence of the evaluation; 0: none")] = 0
     status: Annotated[Status | None, Meta(description="set once the outcome is known")] = None
@@ -158,11 +159,14 @@ class RolloutEvent(Struct, frozen=True, kw_only=True, omit_defaults=True):
     started_ms: Annotated[int, Meta(description="when the stage started work, Unix ms")] = 0
     worker: Annotated[str, Meta(description="name of the worker")] = ""
     place: Annotated[str | None, Meta(description="where the sandbox is")] = None
-    result: Annotated[AgentResult | None, Meta(description="of kind `ran`")] = None
+    result: Annotated[
+        AgentResult | None, Meta(description="of kind `ran`, and of `failed` when it was the agent that failed")
+    ] = None
     status: Annotated[Status | None, Meta(description="of kind `ran`: completed or truncated")] = None
     reward: Annotated[float | None, Meta(description="of kind `evaluated`; null: no reward, never 0 instead")] = None
     rewards: Annotated[dict[str, float], Meta(description="named parts from which the rule made the reward")] = {}
     metrics: Annotated[dict[str, float], Meta(description="further numbers of the evaluation")] = {}
+    log: Annotated[str, Meta(description="the end of what the verifier wrote, at most 16 KiB, for people")] = ""
     turn_rewards: Annotated[
         tuple[float | None, ...],
         Meta(description="of kind `evaluated`: rewards of the main agent's calls, in their order; empty: none"),

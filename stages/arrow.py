@@ -106,6 +106,7 @@ def _rollout_row(each: Received) -> dict[str, Any]:
         "schema_version": delivery.schema_version,
         "stream_seq": each.seq,
         "delivered_ms": each.time_ms,
+        "rewards": sorted(delivery.rewards.items()),
     }
 
 

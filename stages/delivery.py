@@ -28,6 +28,7 @@ def delivery_of(commit: Commit, outcome: Outcome, events: Events) -> Delivery:
         failure=commit.failure,
         reward=evaluated.reward if evaluated else None,
         metrics=evaluated.metrics if evaluated else {},
+        rewards=evaluated.rewards if evaluated else {},
         answer=ran.result.answer if ran and ran.result else "",
         calls=len(calls),
         excluded=dict(outcome.excluded),

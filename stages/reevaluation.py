@@ -15,7 +15,7 @@ from rollyard.schemas.errors import EvaluationError, RollyardError, TaskError
 from rollyard.schemas.rollout import AgentResult
 from rollyard.schemas.sample import Commit
 from rollyard.schemas.task import EvaluationSpec, Task
-from rollyard.stages.evaluator import RULES, EvalContext, Rule, Verdict, open_rule
+from rollyard.stages.evaluator import RULES, EvalContext, Rule, Verdict, isolation_of, open_rule
 from rollyard.stages.remake import Draft, ran_of, with_verdict
 
 TaskOf = Callable[[Commit], Awaitable[Task]]
@@ -24,6 +24,8 @@ TaskOf = Callable[[Commit], Awaitable[Task]]
 AT_A_TIME: Final = 8
 REASONS_KEPT: Final = 20
 OTHER_REASONS: Final = "other reasons"
+_GONE: Final = "works in the agent's sandbox, which is gone"
+_GONE_HINT: Final = "a new reward can come from what the agent answered: for example rule `python`, or `contains`"
 
 
 def task_of_commit(commit: Commit) -> Task:
@@ -57,11 +59,8 @@ class Reevaluation:
         self.failed: Counter[str] = Counter()
         self._task_of = task_of
         self._kind: Any = RULES.load(spec.rule)
-        if getattr(self._kind, "needs_sandbox", False):
-            raise TaskError(
-                f"rule: {spec.rule!r} works in the agent's sandbox, which is gone",
-                hint="a new reward can come from what the agent answered: for example rule `python`, or `contains`",
-            )
+        if getattr(self._kind, "isolation", "none") in ("same", "fresh"):
+            raise TaskError(f"rule: {spec.rule!r} {_GONE}", hint=_GONE_HINT)
         self._check(spec.args)
 
     def _check(self, args: Mapping[str, Any]) -> None:
@@ -116,7 +115,10 @@ class Reevaluation:
         known = structs.fields(self._kind) if _has_fields(self._kind) else ()
         own = {field.encode_name for field in known}
         taken = {name: value for name, value in task.evaluation.args.items() if name in own}
-        return open_rule(self.spec.rule, taken | self.spec.args)
+        rule = open_rule(self.spec.rule, taken | self.spec.args)
+        if isolation_of(rule) != "none":  # of some it is known with their arguments only
+            raise TaskError(f"rule: {self.spec.rule!r} {_GONE}", hint=_GONE_HINT)
+        return rule
 
     def _failure(self, reason: str) -> Verdict:
         self.failed[reason if reason in self.failed or len(self.failed) < REASONS_KEPT else OTHER_REASONS] += 1

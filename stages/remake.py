@@ -101,6 +101,8 @@ def with_verdict(draft: Draft, verdict: Verdict) -> Draft:
     given: dict[str, Any] = {
         "reward": verdict.reward,
         "metrics": dict(verdict.metrics),
+        "rewards": dict(verdict.rewards),
+        "log": verdict.log,
         "turn_rewards": tuple(verdict.turn_rewards),
     }
     standing = dict(events).get(commit.evaluated_seq)

@@ -7,22 +7,23 @@ from typing import Final
 
 import structlog
 
-from rollyard.harnesses.harness import AgentContext, Harness, InProcessHarness, open_harness
+from rollyard.harnesses.harness import InProcessHarness, open_harness
 from rollyard.pipeline.crash import checkpoint
 from rollyard.pipeline.handover import Held, advance
-from rollyard.schemas.errors import HarnessError, RollyardError, SandboxError, TaskError
+from rollyard.schemas.errors import ConfigError, HarnessError, RollyardError, SandboxError, TaskError
 from rollyard.schemas.failure import Failure, Status
 from rollyard.schemas.rollout import AgentResult, CloseSession, RolloutEvent, RolloutState, StageName
 from rollyard.schemas.task import Task
 from rollyard.stages.agent_context import agent_context
-from rollyard.stages.sandbox import ProcessEnd, Sandbox
+from rollyard.stages.agent_run import AgentRun
+from rollyard.stages.handler import find_handler
+from rollyard.stages.preparation import let_go
+from rollyard.stages.sandbox import Sandbox
 from rollyard.stages.stage import StageContext, StageFailed, now_ms
-from rollyard.stages.synthetic import log_synthetic_call
 
 log = structlog.get_logger(__name__)
 
-AGENT: Final = "agent"
-MAX_OUTPUT_BYTES: Final = 256 * 1024
+COLLECTING_AT_A_TIME: Final = 8
 
 
 class Run:
@@ -32,6 +33,7 @@ class Run:
 
     def __init__(self, context: StageContext) -> None:
         self._context = context
+        self._collecting = asyncio.Semaphore(COLLECTING_AT_A_TIME)
 
     async def work(self, held: Held) -> RolloutState:
         """See the agent to its end; the next state is EVAL, with the agent's session closed."""
@@ -40,15 +42,12 @@ class Run:
             raise StageFailed(Failure.of("infra", "the rollout came to RUN without a sandbox"))
         task = await self._context.tasks.get(state.rollout.run, state.rollout.task_id)
         sandbox = await self._context.backend(state.sandbox.backend).open(state.sandbox)
-        harness = open_harness(task.agent.harness)
-        context = agent_context(self._context, state, task, sandbox, harness)
-        if harness.in_process and isinstance(harness, InProcessHarness):
-            result, failure = await self._work_here(harness, context, task)
-        else:
-            result, failure = await self._watch(sandbox, harness, context, task)
-        checkpoint("run.agent_ended")
-        if failure is not None and failure.kind != "agent_budget":
-            raise StageFailed(failure)
+        try:
+            run = self._open(state, task, sandbox)
+            result, failure = await self._with_hooks(run)
+        finally:
+            await let_go(sandbox)
+        checkpoint("run.collected")
         status: Status = "completed" if failure is None else "truncated"
         closed_seq = await self._context.record(
             RolloutEvent(
@@ -64,64 +63,80 @@ class Run:
                 failure=failure,
             )
         )
-        # A harness that got no key has no session to close.
-        effects = () if harness.in_process else (CloseSession(attempt=state.attempt),)
+        # An agent that got no key has no session to close.
+        effects = (CloseSession(attempt=state.attempt),) if run.agent.api_key else ()
         return advance(state, position="eval", effects=effects, closed_seq=closed_seq, status=status, failure=failure)
 
     def failure(self, error: RollyardError) -> Failure | None:
         """A sandbox that cannot be reached is infrastructure, a harness that cannot be read the agent's failure."""
         if isinstance(error, SandboxError):
             return Failure.of("infra", error.message, error.hint)
-        if isinstance(error, HarnessError | TaskError):
+        if isinstance(error, HarnessError | TaskError | ConfigError):
             return Failure.of("agent", error.message, error.hint)
         return None
 
     async def abandon(self, state: RolloutState) -> None:
         """Nothing to undo: whoever moved the rollout owns the agent now."""
 
-    async def _work_here(
-        self, harness: InProcessHarness, context: AgentContext, task: Task
-    ) -> tuple[AgentResult, Failure | None]:
+    def _open(self, state: RolloutState, task: Task, sandbox: Sandbox) -> AgentRun:
+        capabilities = self._context.backend(sandbox.ref.backend).capabilities
+        harness = open_harness(task.agent.harness)
+        return AgentRun.of(
+            self._context,
+            state,
+            task,
+            sandbox=sandbox if capabilities.processes else None,
+            harness=harness,
+            agent=agent_context(self._context, state, task, sandbox, harness),
+            handler=find_handler(self._context.config, task),
+        )
+
+    async def _with_hooks(self, run: AgentRun) -> tuple[AgentResult, Failure | None]:
+        """The agent's work within the hooks: what it left, and why it did not complete. Raises StageFailed."""
         try:
-            async with asyncio.timeout(task.timeouts.run_s):
-                result = await harness.work(context)
-        except TimeoutError:
-            return AgentResult(exit_code=None), _too_late(task)
-        await log_synthetic_call(self._context.bus, context)
-        return result, result.failure
+            try:
+                await run.hooks.setup()
+                await run.before()
+                result, failure = await self._agent(run)
+                checkpoint("run.agent_ended")
+                return await self._after(run, result, failure)
+            except asyncio.CancelledError:
+                # A worker that stops leaves the agent, and its hooks, to the next one.
+                if cancel := self._context.cancels.find(run.rollout):
+                    await asyncio.shield(run.hooks.on_error(Failure.of("cancelled", cancel.reason)))
+                raise
+            except StageFailed as failed:
+                await run.hooks.on_error(failed.failure)
+                raise
+            except RollyardError as error:
+                if failure := self.failure(error):
+                    await run.hooks.on_error(failure)
+                raise
+        finally:
+            await run.hooks.cleanup()
 
-    async def _watch(
-        self, sandbox: Sandbox, harness: Harness, context: AgentContext, task: Task
-    ) -> tuple[AgentResult, Failure | None]:
-        fresh = await sandbox.start(AGENT, harness.command(context), deadline_s=task.timeouts.run_s)
-        if not fresh:
-            log.info("reattached", rollout=context.rollout.rollout_id, attempt=context.attempt)
-        checkpoint("run.agent_started")
-        end = await sandbox.wait(AGENT)
-        stdout, stderr = await sandbox.output(AGENT, MAX_OUTPUT_BYTES)
-        result = await harness.result(context, end.exit_code, stdout, stderr, sandbox.read_file)
-        return result, _why(end, task) or result.failure
-
-
-def _too_late(task: Task) -> Failure:
-    limit_s = task.timeouts.run_s
-    return Failure.of("agent_budget", f"the agent was still running after {limit_s:g} s", "raise timeouts.run_s")
-
-
-def _why(end: ProcessEnd, task: Task) -> Failure | None:
-    """What the way in which the process ended says, before anybody looks at its output."""
-    match end.reason:
-        case "exited":
-            return None
-        case "deadline":
-            return _too_late(task)
-        case "lease":
-            return Failure.of("infra", "no worker renewed the lease of the agent's sandbox")
-        case "killed":
-            return Failure.of("infra", "the agent was killed from outside")
-        case "memory":
-            return Failure.of(
-                "agent_budget", "the agent's sandbox was out of memory", "raise sandbox.limits.memory_bytes"
+    async def _agent(self, run: AgentRun) -> tuple[AgentResult, Failure | None]:
+        if run.handler is not None and run.handler.has("run"):
+            return await run.by_handler(run.handler)
+        if run.harness.in_process and isinstance(run.harness, InProcessHarness):
+            return await run.in_this_process(run.harness)
+        if run.sandbox is None:
+            raise SandboxError(
+                f"the sandbox backend of the task has no place for the agent {run.task.agent.harness!r}",
+                hint="use the backend 'local'",
             )
-        case "lost":
-            return Failure.of("infra", "the agent's end was not seen: its shim died")
+        return await run.in_sandbox(run.sandbox)
+
+    async def _after(
+        self, run: AgentRun, result: AgentResult, failure: Failure | None
+    ) -> tuple[AgentResult, Failure | None]:
+        async with self._collecting:
+            await run.collect()
+            try:
+                await run.hooks.after_run(result, failure)
+            except StageFailed as failed:
+                raise StageFailed(failed.failure, run.hooks.added_to(result)) from failed
+        result = run.hooks.added_to(result)
+        if failure is not None and failure.kind != "agent_budget":
+            raise StageFailed(failure, result)
+        return result, failure

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 import structlog
@@ -25,6 +25,7 @@ from rollyard.schemas.errors import Conflict, DecodeError, RollyardError, Sandbo
 from rollyard.schemas.failure import Failure
 from rollyard.schemas.fleet import ClosedSession
 from rollyard.schemas.rollout import (
+    AgentResult,
     CloseSession,
     DestroySandbox,
     Effect,
@@ -33,6 +34,8 @@ from rollyard.schemas.rollout import (
     StageMessage,
     StageName,
 )
+from rollyard.stages.builds import ImageBuilds
+from rollyard.stages.repository import RepositoryCache
 from rollyard.stages.sandbox import SandboxBackend
 
 log = structlog.get_logger(__name__)
@@ -43,11 +46,12 @@ TROUBLES_KEPT: Final = 1000
 
 
 class StageFailed(Exception):
-    """The attempt has failed; the failure is what is recorded."""
+    """The attempt has failed; the failure is what is recorded, with what the agent left behind, if anything."""
 
-    def __init__(self, failure: Failure) -> None:
+    def __init__(self, failure: Failure, result: AgentResult | None = None) -> None:
         super().__init__(failure.message)
         self.failure = failure
+        self.result = result
 
 
 def now_ms() -> int:
@@ -66,6 +70,11 @@ class StageContext:
     cancels: Cancels
     backends: Mapping[str, SandboxBackend]
     secret: bytes = b""
+    builds: ImageBuilds = field(default_factory=ImageBuilds)
+    repositories: RepositoryCache = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.repositories = RepositoryCache(self.config.cache_dir(), self.config.worker.cache_bytes)
 
     def backend(self, name: str) -> SandboxBackend:
         """The backend of that name. Raises StageFailed when this worker does not have it."""
@@ -179,7 +188,7 @@ class StageHandler:
             self._troubles.popitem(last=False)
 
     async def _next_state(self, held: Held) -> RolloutState:
-        failure = self._given_up(held)
+        failure, result = self._given_up(held), None
         if failure is None:
             try:
                 if self._stage.name == "aggregate":
@@ -189,7 +198,7 @@ class StageHandler:
             except Cancelled:
                 failure = self._cancel(held)
             except StageFailed as failed:
-                failure = failed.failure
+                failure, result = failed.failure, failed.result
             except RollyardError as error:
                 known = self._stage.failure(error)
                 if known is None:
@@ -202,6 +211,7 @@ class StageHandler:
                 attempt=held.state.attempt,
                 at_ms=now_ms(),
                 worker=self._context.worker,
+                result=result,
                 failure=failure,
             )
         )

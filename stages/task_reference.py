@@ -41,7 +41,7 @@ def reference() -> str:
     lines += ["## Evaluation rules", "", "`evaluation.rule` names the rule, `evaluation.args` holds its arguments.", ""]
     for name in RULES.shipped:
         module = import_module(RULES.shipped[name].partition(":")[0])
-        lines += [f"### Rule {name}", "", _doc(module), "", *_table(RULES.load(name))]
+        lines += [f"### Rule {name}", "", _doc(module), "", *_table(RULES.load(name)), *_inner(RULES.load(name), name)]
     return "\n".join(lines).rstrip()
 
 
@@ -70,6 +70,15 @@ def _struct(kind: type[Struct], path: str) -> Iterator[str]:
             for item in _parts(inner.item_type) if isinstance(inner, inspect.VarTupleType) else [inner]:
                 if isinstance(item, inspect.StructType):
                     yield from _struct(item.cls, f"{path}.{field.name}".lstrip("."))
+
+
+def _inner(kind: type[Struct], name: str) -> Iterator[str]:
+    """The tables of structs that are arguments of a rule."""
+    for field in _fields(kind):
+        for part in _parts(field.type):
+            item = _bare(part.item_type) if isinstance(part, inspect.VarTupleType) else part
+            if isinstance(item, inspect.StructType):
+                yield from _struct(item.cls, f"{name}: {field.name}")
 
 
 def _table(kind: type[Struct]) -> Iterator[str]:

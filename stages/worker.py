@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
@@ -18,16 +19,19 @@ from rollyard.pipeline.cancels import Cancels
 from rollyard.pipeline.config import Config, WorkerStage
 from rollyard.pipeline.consumer import ConsumerLoop
 from rollyard.pipeline.leases import LeaseView, hold_lease
+from rollyard.pipeline.relay import relay_beside
 from rollyard.pipeline.streams import ConsumerSpec, ensure
 from rollyard.pipeline.taskstore import TaskStore
 from rollyard.schemas import subjects
 from rollyard.schemas.errors import BusError, SandboxError
 from rollyard.schemas.fleet import Lease
+from rollyard.schemas.subjects import digest
 from rollyard.stages.admit import Admit
 from rollyard.stages.aggregate import Aggregate
 from rollyard.stages.eval import Eval
 from rollyard.stages.init import Init
-from rollyard.stages.plugin_check import check_task
+from rollyard.stages.owner import Owners
+from rollyard.stages.plugin_check import check_configured, check_task
 from rollyard.stages.run import Run
 from rollyard.stages.sandbox import ANY_PLACE, SandboxBackend, open_backend
 from rollyard.stages.stage import Stage, StageContext, StageHandler
@@ -35,6 +39,7 @@ from rollyard.stages.sweeper import sweep_orphans
 
 log = structlog.get_logger(__name__)
 
+SANDBOX_STAGES: Final = frozenset({"init", "run", "eval"})
 CONNECT_WAIT_S: Final = 60.0
 ROOM_LOOK_S: Final = 0.1
 DRAIN_S: Final = {"init": 15.0, "run": 0.0, "eval": 0.0, "aggregate": 15.0}
@@ -43,7 +48,7 @@ DRAIN_S: Final = {"init": 15.0, "run": 0.0, "eval": 0.0, "aggregate": 15.0}
 
 async def run_worker(config: Config, stages: Sequence[WorkerStage], slots: int, stop: asyncio.Event) -> None:
     """Work in the given stages until `stop` is set. Raises BusError when the bus closes the connection for good."""
-    name = f"{socket.gethostname()}-{os.getpid()}"
+    name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
     blobs = BlobStore(config.blobs_dir())
     async with AsyncExitStack() as stack:
         bus = await stack.enter_async_context(
@@ -51,7 +56,12 @@ async def run_worker(config: Config, stages: Sequence[WorkerStage], slots: int, 
         )
         for difference in await ensure(bus, config.limits):
             log.warning("stream_differs", difference=difference)
-        backends = await _open_backends(stack, config)
+        check_configured(config)
+        if SANDBOX_STAGES & set(stages):
+            stack.enter_context(Owners(config.sandboxes_dir()).held(name))
+            await stack.enter_async_context(relay_beside(config))
+        secret = config.secret() if SANDBOX_STAGES & set(stages) else b""
+        backends = await _open_backends(stack, config, secret)
         context = StageContext(
             bus=bus,
             config=config,
@@ -59,7 +69,7 @@ async def run_worker(config: Config, stages: Sequence[WorkerStage], slots: int, 
             tasks=TaskStore(bus),
             cancels=await stack.enter_async_context(Cancels.following(bus)),
             backends=backends,
-            secret=config.secret() if {"init", "run"} & set(stages) else b"",
+            secret=secret,
         )
         await _hold_places(stack, context, stages)
         jobs = [job async for job in _jobs(stack, context, stages, slots)]
@@ -71,11 +81,20 @@ async def run_worker(config: Config, stages: Sequence[WorkerStage], slots: int, 
             watch.cancel()
 
 
-async def _open_backends(stack: AsyncExitStack, config: Config) -> dict[str, SandboxBackend]:
+async def _open_backends(stack: AsyncExitStack, config: Config, secret: bytes) -> dict[str, SandboxBackend]:
     backends: dict[str, SandboxBackend] = {}
     for name in config.worker.backends:
-        backends[name] = await stack.enter_async_context(open_backend(name, backend_settings(config, name)))
+        settings = backend_settings(config, name)
+        if secret:
+            # Two installations may share a daemon or an account: neither may sweep the other's sandboxes.
+            settings.setdefault("installation", installation(secret))
+        backends[name] = await stack.enter_async_context(open_backend(name, settings))
     return backends
+
+
+def installation(secret: bytes) -> str:
+    """What tells the sandboxes of this installation from others' at the same daemon or account."""
+    return digest(secret, chars=12)
 
 
 def backend_settings(config: Config, name: str) -> dict[str, Any]:
@@ -95,24 +114,27 @@ def _places(backends: Iterable[SandboxBackend]) -> set[str]:
 
 async def _hold_places(stack: AsyncExitStack, context: StageContext, stages: Sequence[str]) -> None:
     """Show that the places which this worker serves are alive, and keep their sandboxes from ending themselves."""
-    if not {"init", "run", "eval"} & set(stages):
+    if not SANDBOX_STAGES & set(stages):
         return
     lease_s = context.config.worker.lease_s
     for place in _places(context.backends.values()) - {ANY_PLACE}:
         lease = Lease(owner=place, lease_s=lease_s)
         await stack.enter_async_context(hold_lease(context.bus, subjects.NODES, lease, release=False))
-    await stack.enter_async_context(_background(_renew_sandboxes(context, lease_s / 3)))
+    for backend in context.backends.values():
+        # One each: a daemon that hangs must not cost agents of another backend their lease.
+        await stack.enter_async_context(_background(_renew_sandboxes(backend, lease_s / 3)))
     if "init" in stages:
         await stack.enter_async_context(_background(sweep_orphans(context)))
 
 
-async def _renew_sandboxes(context: StageContext, period_s: float) -> None:
+async def _renew_sandboxes(backend: SandboxBackend, period_s: float) -> None:
     while True:
-        for backend in context.backends.values():
-            try:
-                await backend.renew_lease()
-            except SandboxError as error:
-                log.error("sandboxes_not_renewed", backend=backend.name, error=str(error))
+        try:
+            await backend.renew_lease()
+        except SandboxError as error:
+            log.error("sandboxes_not_renewed", backend=backend.name, error=str(error))
+        except Exception:  # the boundary: a backend of somebody else's own
+            log.exception("sandboxes_not_renewed", backend=backend.name)
         await asyncio.sleep(period_s)
 
 

@@ -97,7 +97,7 @@ def test_the_architecture_names_every_stream_and_bucket() -> None:
 def test_the_roles_have_a_section_each() -> None:
     text = (ROOT / "docs/roles.md").read_text()
     roles = re.findall(r"^## ([a-z]+)$", text, re.MULTILINE)
-    assert roles == ["admit", "init", "run", "eval", "aggregate", "sink", "gateway", "controller"]
+    assert roles == ["admit", "init", "run", "eval", "aggregate", "sink", "gateway", "controller", "relay"]
     assert [name for name in get_args(FailureClass) if f"\n| `{name}` |" not in text] == []
 
 

@@ -32,6 +32,7 @@ def rollout_facts(view: RolloutView) -> Facts:
         ("status", view.status),
         ("failure", view.failure),
         ("reward", number(view.reward)),
+        ("rewards", ", ".join(f"{name} {value:g}" for name, value in view.rewards.items())),
         ("metrics", ", ".join(f"{name} {value:g}" for name, value in view.metrics.items())),
         ("answer", quoted(view.answer, _ANSWER_CHARS) if view.answer else ""),
         ("samples", _samples(view)),

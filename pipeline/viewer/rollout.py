@@ -18,7 +18,7 @@ SELECT run, rollout_id FROM samples WHERE starts_with(sample_id, $1) OR starts_w
 UNION SELECT run, rollout_id FROM rollouts WHERE starts_with(rollout_id, $1) ORDER BY run, rollout_id"""
 
 _FACTS: Final = """
-SELECT status, failure_kind, failure_message, reward, metrics, answer, calls, excluded, lenience
+SELECT status, failure_kind, failure_message, reward, metrics, answer, calls, excluded, lenience, rewards
 FROM rollouts WHERE run = $1 AND rollout_id = $2 ORDER BY stream_seq DESC LIMIT 1"""
 
 
@@ -40,6 +40,7 @@ class RolloutView:
     calls: int | None = None
     excluded: Mapping[str, int] = field(default_factory=dict)
     lenience: Mapping[str, int] = field(default_factory=dict)
+    rewards: Mapping[str, float] = field(default_factory=dict)
 
 
 def find_rollouts(folder: Path, identity: str) -> list[tuple[str, str]]:
@@ -64,7 +65,7 @@ def read_rollout(folder: Path, run: str, rollout_id: str, identity: str) -> Roll
     if rollout_id.startswith(identity):
         asked = samples
     for row in query(folder, _FACTS, [run, rollout_id])[1]:
-        status, kind, message, reward, metrics, answer, calls, excluded, lenience = row
+        status, kind, message, reward, metrics, answer, calls, excluded, lenience, rewards = row
         return RolloutView(
             run=run,
             rollout_id=rollout_id,
@@ -78,6 +79,7 @@ def read_rollout(folder: Path, run: str, rollout_id: str, identity: str) -> Roll
             calls=calls,
             excluded=excluded or {},
             lenience=lenience or {},
+            rewards=rewards or {},
         )
     return view_of(samples, asked)
 

@@ -44,11 +44,14 @@ def out(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> s
 
 def test_a_rollout_is_shown_with_all_its_branches(capsys: pytest.CaptureFixture[str]) -> None:
     samples = forest()
-    write(SAMPLES, delivery(samples, excluded={"lost": 2}, answer="All is well.", metrics={"passed": 3}))
+    write(
+        SAMPLES,
+        delivery(samples, excluded={"lost": 2}, answer="All is well.", metrics={"passed": 3}, rewards={"style": 0.5}),
+    )
     said = out(capsys, "show", ROLLOUT)
     assert said.startswith(f"rollout  {ROLLOUT}\nrun      demo\ngroup    mend, rollout 0 of it, attempt 1\n")
     assert "samples  4, from 7 of 9 calls; 106 of 529 tokens are trained\nleft out 2 lost\n" in said
-    assert 'metrics  passed 3\nanswer   "All is well."\n' in said
+    assert 'rewards  style 0.5\nmetrics  passed 3\nanswer   "All is well."\n' in said
     assert said.count("── branch") == 4
     assert f"⟪the first {BREAK_AT} tokens are those of branch 1⟫" in said
     assert "\x1b" not in said

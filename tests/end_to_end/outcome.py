@@ -95,7 +95,7 @@ async def check_no_sandbox_is_left(folder: Path, yard: Yard) -> None:
     """Wait until every sandbox is removed, those by the sweeper that an INIT worker made and died."""
 
     async def gone() -> bool:
-        return {path.name for path in folder.iterdir()} <= {"lease"}
+        return {path.name for path in folder.iterdir()} <= {"lease", "owners"}
 
     await yard.until(gone, "the removal of every sandbox")
 

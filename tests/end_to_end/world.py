@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from rollyard.schemas.sandbox import SandboxSpec
@@ -102,6 +103,17 @@ def make_tasks(
         )
         for number in range(-(-rollouts // group_size))
     ]
+
+
+def judged_afresh(tasks: Sequence[Task]) -> list[Task]:
+    """The same, whose rewards are made in a sandbox of their own as well."""
+    command = {"rule": "command", "args": {"command": "sleep 0.2; test -d ."}}
+
+    def composite(own: EvaluationSpec) -> EvaluationSpec:
+        parts = [{"rule": own.rule, "args": own.args}, command]
+        return EvaluationSpec(rule="composite", args={"parts": parts, "combine": "min"})
+
+    return [structs.replace(task, evaluation=composite(task.evaluation)) for task in tasks]
 
 
 def _asked_for(number: int) -> int:

@@ -17,9 +17,9 @@ ROOT = Path(__file__).resolve().parents[2]
 STAGES = ("init", "run", "eval", "aggregate")
 HAND_OVER = ("received", "before_state", "after_state", "after_effects", "after_publish")
 OF_ITS_OWN = {
-    "init": (),
-    "run": ("agent_started", "agent_ended"),
-    "eval": ("judged",),
+    "init": ("made", "prepared"),
+    "run": ("prepared", "agent_started", "agent_ended", "collected"),
+    "eval": ("sandbox_ready", "judged"),
     "aggregate": ("committing", "committed", "delivered", "group_checked"),
     "admit": ("received", "after_state", "fanned_out", "before_ack"),
     "sink": ("collected", "written", "marker_written", "marked", "renamed", "cleaned"),
@@ -63,6 +63,8 @@ async def test_killed_at_every_step(running: Yard, role: str) -> None:
     words = ("", world.STREAMING) if role == "gateway" else ("",)
     rollouts = GROUP_SIZE * len(STEPS[role])
     tasks = world.make_tasks(rollouts, ledger=running.ledger, group_size=GROUP_SIZE, words=words)
+    if role == "eval":
+        tasks = world.judged_afresh(tasks)
     await running.kill(role)
     for number, (step, task) in enumerate(zip(STEPS[role], tasks, strict=True)):
         if number and number % KILLED_IN_A_ROW == 0:

@@ -25,6 +25,7 @@ from rollyard.schemas import subjects
 from rollyard.schemas.call import CallIntent
 from rollyard.schemas.errors import ArchiveError, BlobError, TooNew
 from rollyard.schemas.fleet import DeadLetter
+from rollyard.schemas.rollout import AgentResult, Artifact, Rollout, RolloutEvent
 from rollyard.schemas.sample import Delivery
 from rollyard.schemas.task import Task
 
@@ -90,8 +91,13 @@ async def test_everything_that_something_refers_to_stays(bus: Bus, tmp_path: Pat
     (samples / "run=r").mkdir(parents=True)
     rows = pa.table({"messages": [None, f'[{{"url": "blob:{in_parquet}"}}]', "[]"]})
     pq.write_table(rows, samples / "run=r" / "part-1-2.parquet")
+    saved = put(bus, b"a file that an agent left")
+    result = AgentResult(exit_code=0, artifacts=(Artifact(name="out.txt", blob=saved, size_bytes=25),))
+    rollout = Rollout.of("r", "t", 0, 1)
+    ran = RolloutEvent(kind="ran", rollout=rollout, attempt=1, at_ms=1, result=result)
+    await bus.publish(subjects.log_subject("r", rollout.rollout_id, "life"), encode(ran))
     kept = there(bus) - free
-    assert len(kept) == 10
+    assert len(kept) == 11
     age(bus)
 
     size = len(b"nobody's") + len(b"nobody's either")
@@ -102,7 +108,7 @@ async def test_everything_that_something_refers_to_stays(bus: Bus, tmp_path: Pat
     assert await Sweep(bus, samples).run() == Swept()
 
     await bus.api("STREAM.PURGE.LOG")
-    assert (await Sweep(bus, samples).run()).blobs == 5
+    assert (await Sweep(bus, samples).run()).blobs == 6
     for stream, left in (("TASKS", 4), ("KV_tasks", 3), ("DEAD", 2), ("SAMPLES", 1)):
         await bus.api(f"STREAM.PURGE.{stream}")
         await Sweep(bus, samples).run()

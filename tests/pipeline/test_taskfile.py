@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -240,3 +241,9 @@ def test_no_value_raises_anything_but_task_error(values: dict[str, Any], free: d
         else:
             task = accepted.tasks[0]
             assert decode_task(codec.encode_json(task)) == decode_task(codec.encode(task)) == task
+
+
+def test_a_compressed_task_that_ends_in_what_looks_like_a_blank_is_read_whole() -> None:
+    tasks = (Task(prompt=random.Random(number).randbytes(4000).hex(), id="t") for number in range(2000))
+    task, body = next((task, body) for task in tasks if (body := codec.encode(task))[-1:].isspace())
+    assert decode_task(body) == task

@@ -89,7 +89,9 @@ async def finished(crew: Any, index: int = 0, *, ended: bool = True, **changes: 
     closed = await crew.context.record(
         RolloutEvent(kind="ran", result=AgentResult(exit_code=0, answer="ho"), status="completed", **same)
     )
-    evaluated = await crew.context.record(RolloutEvent(kind="evaluated", reward=0.5, metrics={"x": 1.0}, **same))
+    evaluated = await crew.context.record(
+        RolloutEvent(kind="evaluated", reward=0.5, metrics={"x": 1.0}, rewards={"y": 0.5}, **same)
+    )
     facts = {"position": "aggregate", "step": 3, "closed_seq": closed, "evaluated_seq": evaluated}
     state: RolloutState = await crew.start(TASK, index, **(facts | {"status": "completed"} | changes))
     return state
@@ -114,6 +116,7 @@ async def test_a_rollout_is_committed_and_delivered_and_its_state_ends(crew: Any
     assert commit.evaluated_seq == commit.cut_seq == state.evaluated_seq
     assert [(sample.sample_id) for sample in delivery.samples] == [digest.sample_id for digest in commit.samples]
     assert (delivery.status, delivery.reward, delivery.metrics, delivery.answer) == ("completed", 0.5, {"x": 1.0}, "ho")
+    assert delivery.rewards == {"y": 0.5}
     assert (delivery.calls, delivery.metadata, delivery.group_size) == (1, {"level": 3}, 2)
     (sample,) = delivery.samples
     assert (sample.token_ids.tolist(), sample.loss_mask.tolist()) == ([1, 2, 3, 4], [0, 0, 1, 1])

@@ -12,7 +12,24 @@ import traceback
 from collections.abc import Sequence
 from importlib import import_module
 
-from rollyard.cli import agents, alarms, archive, client, demo, doctor, inspect, llm, replay, samples, services, up
+from rollyard.cli import (
+    agent,
+    alarms,
+    archive,
+    client,
+    demo,
+    doctor,
+    image,
+    inspect,
+    llm,
+    relay,
+    replay,
+    samples,
+    sandbox,
+    services,
+    tasks,
+    up,
+)
 from rollyard.cli.common import INTERRUPTED
 from rollyard.schemas.errors import RollyardError
 
@@ -33,7 +50,24 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="store_true", help="print the version and exit")
     commands = top.add_subparsers(title="commands", metavar="COMMAND")
-    for group in (demo, up, services, client, alarms, llm, samples, replay, archive, inspect, agents, doctor):
+    for group in (
+        demo,
+        up,
+        services,
+        relay,
+        client,
+        alarms,
+        llm,
+        tasks,
+        samples,
+        replay,
+        archive,
+        inspect,
+        agent,
+        sandbox,
+        image,
+        doctor,
+    ):
         group.add(commands)
     return top
 

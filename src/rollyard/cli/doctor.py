@@ -18,11 +18,11 @@ def add(commands: Commands) -> None:
 
 def run_doctor(args: argparse.Namespace) -> int:
     """Exit code 3 when something that is needed is missing; warnings do not count."""
-    from rollyard.cli import agents
+    from rollyard.cli import agent, relay
     from rollyard.gateway.local_model import DEMO_MODEL_SHA256, demo_model_path
     from rollyard.pipeline.doctor import CHECKS, examine, weights_check
 
-    checks = [*CHECKS, weights_check(demo_model_path, DEMO_MODEL_SHA256), agents.check]
+    checks = [*CHECKS, weights_check(demo_model_path, DEMO_MODEL_SHA256), agent.check, relay.check]
     findings = asyncio.run(examine(config_of(args), checks))
     if args.json:
         print(to_json(findings))
