@@ -34,11 +34,9 @@ def deadline_s(task: Task, ready_s: float) -> float:
 
 
 async def let_go(sandbox: Sandbox) -> None:
-    """Close what this process holds open of a sandbox that lives on, where its backend holds something."""
-    close = getattr(sandbox, "close_channels", None)
-    if close is not None:
-        with suppress(SandboxError):
-            await close()
+    """Close what this process holds open of a sandbox that lives on, or is gone."""
+    with suppress(SandboxError):
+        await sandbox.close_channels()
 
 
 async def image_of(context: StageContext, task: Task) -> str:
@@ -62,11 +60,14 @@ async def make_sandbox(
     """A new sandbox as the task wants it, empty. Raises SandboxError, StageFailed."""
     spec = task.sandbox
     backend = context.backend(spec.backend)
+    network = backend.capabilities.network(spec.network)
+    if role == "eval" and network == "gateway":
+        network = "none"  # no verifier has a key; a judge is asked by the worker
     plan = Plan(
         image=await image_of(context, task),
         workdir=spec.workdir,
         user=spec.user,
-        network=backend.capabilities.network(spec.network),
+        network=network,
         allow_hosts=spec.allow_hosts,
         read_only=spec.read_only,
         limits=spec.limits,

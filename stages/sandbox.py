@@ -229,6 +229,10 @@ class Sandbox(Protocol):
         """What it uses now."""
         ...
 
+    async def close_channels(self) -> None:
+        """Let go of what this process holds open. The sandbox lives on; the next call opens it again."""
+        ...
+
     async def destroy(self) -> None:
         """Kill what runs and remove everything. Does nothing when the sandbox is gone."""
         ...

@@ -199,7 +199,8 @@ ry_shim() {
   ry_supervise "$@" <"$ry_stdin" 8>"$ry_dir/stdout" 9>"$ry_dir/stderr"
   ry_reason=exited
   ry_oom
-  [ "$ry_status" -eq 137 ] && [ "$ry_ooms" -gt "$ry_ooms_before" ] && ry_reason=memory
+  # Of a script it may be a program that was killed, and the script that then failed.
+  [ "$ry_status" -ne 0 ] && [ "$ry_ooms" -gt "$ry_ooms_before" ] && ry_reason=memory
   [ "$ry_late" -eq 9 ] && ry_reason=deadline
   [ -e "$ry_dir/killed" ] && ry_reason=killed
   printf '%s %s\n' "$ry_status" "$ry_reason" >"$ry_dir/exit"

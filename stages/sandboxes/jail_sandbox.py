@@ -200,6 +200,9 @@ class BubblewrapSandbox:
         holder = self._holder()
         return await asyncio.to_thread(_stats, holder, Path(f"/proc/{holder}/root{self._jail.base}"))
 
+    async def close_channels(self) -> None:
+        """There are none: what runs is reached through its control folder."""
+
     async def destroy(self) -> None:
         """Rename the folder, so that nothing can be started in it any more; kill; remove. Mounts end with processes."""
         self._backend.memory.forget(self._folder.name)

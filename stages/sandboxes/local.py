@@ -254,6 +254,9 @@ class LocalSandbox:
         """What its processes use, found by their marks. What is written is not counted."""
         return await asyncio.to_thread(used_by_marked, f"{nonce_of(self._folder)}.")
 
+    async def close_channels(self) -> None:
+        """There are none: what runs is reached through its control folder."""
+
     async def destroy(self) -> None:
         """Rename the folder, so that nothing can be started in it any more; kill; remove."""
         if (gone := put_aside(self._folder)) is None:

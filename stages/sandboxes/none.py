@@ -101,6 +101,9 @@ class NoneSandbox:
     async def kill(self, name: str) -> None:
         """Nothing runs."""
 
+    async def close_channels(self) -> None:
+        """There are none."""
+
     async def destroy(self) -> None:
         """There is nothing to remove."""
 
