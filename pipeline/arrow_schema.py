@@ -111,6 +111,7 @@ _ROLLOUT_COLUMNS: Final[list[tuple[str, pa.DataType, str]]] = [
     ("drift", pa.map_(pa.string(), pa.int32()), "calls that did not continue sampled ids, by reason"),
     ("lenience", pa.map_(pa.string(), pa.int32()), "calls matched by rules of lenient matching, by rule"),
     ("rewards", pa.map_(pa.string(), pa.float64()), "named parts from which the rule made the reward"),
+    ("agent_metrics", pa.map_(pa.string(), pa.float64()), "numbers that harness and hooks read"),
 ]
 
 

@@ -190,6 +190,7 @@ class Delivery(Struct, frozen=True, kw_only=True, omit_defaults=True):
     reward: Annotated[float | None, Meta(description="null: none, never 0 instead")] = None
     metrics: Annotated[dict[str, float], Meta(description="further numbers of the evaluation")] = {}
     rewards: Annotated[dict[str, float], Meta(description="named parts from which the rule made the reward")] = {}
+    agent_metrics: Annotated[dict[str, float], Meta(description="numbers that harness and hooks read")] = {}
     answer: Annotated[str, Meta(description="the agent's final answer")] = ""
     calls: Annotated[int, Meta(description="model calls of the attempt that counts")] = 0
     excluded: Annotated[dict[str, int], Meta(description="calls left out of the samples, counted by reason")] = {}

@@ -107,6 +107,7 @@ def _rollout_row(each: Received) -> dict[str, Any]:
         "stream_seq": each.seq,
         "delivered_ms": each.time_ms,
         "rewards": sorted(delivery.rewards.items()),
+        "agent_metrics": sorted(delivery.agent_metrics.items()),
     }
 
 

@@ -29,6 +29,7 @@ def delivery_of(commit: Commit, outcome: Outcome, events: Events) -> Delivery:
         reward=evaluated.reward if evaluated else None,
         metrics=evaluated.metrics if evaluated else {},
         rewards=evaluated.rewards if evaluated else {},
+        agent_metrics=ran.result.metrics if ran and ran.result else {},
         answer=ran.result.answer if ran and ran.result else "",
         calls=len(calls),
         excluded=dict(outcome.excluded),

@@ -29,7 +29,12 @@ def some_deliveries(new_session: Any) -> list[Received]:
         session = new_session(random.Random(seed)).play(12)
         commit = structs.replace(session.close(reward=seed / 2), rollout_id=f"r{seed}", index=seed)
         delivery = delivery_of(
-            commit, samples_of(session.events, commit), reward=seed / 2, metrics={"b": 1.5, "a": 2}, rewards={"y": 1.0}
+            commit,
+            samples_of(session.events, commit),
+            reward=seed / 2,
+            metrics={"b": 1.5, "a": 2},
+            rewards={"y": 1.0},
+            agent_metrics={"turns": 3.0},
         )
         found.append(Received(10 + seed, 1000 + seed, delivery))
     failed = delivery_of(commit, (), status="failed", failure=Failure.of("init", "no room", "make some"), reward=None)
@@ -78,6 +83,7 @@ def test_columns_that_a_trainer_filters_by(new_session: Any) -> None:
     assert rollouts[-1]["reward"] is None
     assert rollouts[0]["metrics"] == [("a", 2.0), ("b", 1.5)]
     assert rollouts[0]["rewards"] == [("y", 1.0)]
+    assert rollouts[0]["agent_metrics"] == [("turns", 3.0)]
     assert rollouts[1]["sample_ids"] == [sample.sample_id for sample in received[1].delivery.samples]
 
 

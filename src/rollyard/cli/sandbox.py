@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rollyard.cli.common import Commands, base_config, command, configure_logging, json_flag, run_async, table, to_json
 
 if TYPE_CHECKING:
+    from rollyard.pipeline.config import Config
     from rollyard.stages.conformance.behaviour import Verdict
 
 
@@ -60,11 +61,17 @@ def run_check(args: argparse.Namespace) -> int:
         print(line.replace("\n", " "), flush=True)
 
     async def main() -> int:
-        async with counterparts(args.backend, args.image, config.backends.get(args.backend, {})) as setting:
+        async with counterparts(args.backend, args.image, _settings(config, args.backend)) as setting:
             verdicts = await check(setting, behaviours, report)
         return _conclude(verdicts, args.json)
 
     return run_async(main())
+
+
+def _settings(config: Config, backend: str) -> dict[str, Any]:
+    """The user's, with the image store that the workers use: the kit's own root has none."""
+    store = {"images": str(config.sandboxes_dir().absolute().parent / "images")} if backend == "bubblewrap" else {}
+    return store | config.backends.get(backend, {})
 
 
 def _conclude(verdicts: list[Verdict], as_json: bool) -> int:
