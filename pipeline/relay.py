@@ -54,6 +54,9 @@ def answers_relay(folder: Path) -> Probe:
         finally:
             os.close(directory)
         writer.close()
+        with suppress(OSError):
+            # Not before the socket is closed: the loop may end right after this.
+            await writer.wait_closed()
         return True
 
     return probe

@@ -5,6 +5,8 @@ Names and retention are public API: docs/architecture.md section 4.
 
 from __future__ import annotations
 
+import asyncio
+import time
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -12,12 +14,14 @@ from msgspec import Meta, Struct
 
 from rollyard.pipeline.bus import Bus
 from rollyard.schemas import subjects
-from rollyard.schemas.errors import BusError, BusFull
+from rollyard.schemas.errors import BusAway, BusError, BusFull
 
 _SECOND_NS: Final = 1_000_000_000
 _MIB: Final = 1 << 20
 _GIB: Final = 1 << 30
 MAX_MSG_BYTES: Final = 1_000_000
+PATIENCE_S: Final = 60.0
+PAUSE_S: Final = 0.5
 
 
 class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -92,13 +96,14 @@ def stream_configs(limits: Limits) -> list[dict[str, Any]]:
 async def ensure(bus: Bus, limits: Limits | None = None) -> list[str]:
     """Make every stream and bucket that is missing. Returns one line for each setting that differs from ours.
 
-    What exists is left as it is: an operator may have good reasons. Raises BusError when JetStream refuses.
+    What exists is left as it is: an operator may have good reasons. A server that gives no answer for a moment, as at
+    its start, is asked again. Raises BusError when JetStream refuses, or gives none for long.
     """
     drift: list[str] = []
     for config in stream_configs(limits or Limits()):
         name = config["name"]
         try:
-            await bus.api(f"STREAM.CREATE.{name}", config)
+            await _asked_again(bus, f"STREAM.CREATE.{name}", config)
         except BusFull as error:
             size = f"{config.get('max_bytes', 0) / _GIB:g} GiB"
             raise BusFull(
@@ -115,6 +120,20 @@ async def ensure(bus: Bus, limits: Limits | None = None) -> list[str]:
                 if found.get(key, None if value else value) != value
             ]
     return drift
+
+
+async def _asked_again(bus: Bus, subject: str, config: dict[str, Any]) -> None:
+    until_s = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            await bus.api(subject, config)
+        except BusAway:
+            # Making what is there already, as it is there, is no error.
+            if bus.closed.is_set() or time.monotonic() > until_s:
+                raise
+            await asyncio.sleep(PAUSE_S)
+        else:
+            return
 
 
 class ConsumerSpec(Struct, frozen=True, kw_only=True):

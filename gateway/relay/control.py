@@ -19,8 +19,8 @@ from rollyard.schemas.errors import RollyardError, SandboxError
 log = structlog.get_logger(__name__)
 
 MAX_LINE_BYTES: Final = 4 << 20
-REQUEST_TIMEOUT_S: Final = 10.0
-ASK_TIMEOUT_S: Final = 10.0
+REQUEST_TIMEOUT_S: Final = 30.0
+ASK_TIMEOUT_S: Final = 30.0
 
 
 class Request(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -113,6 +113,7 @@ class ControlServer:
 
     async def _serve(self, sock: socket.socket) -> None:
         descriptors: list[int] = []
+        line = b""
         try:
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
                 line = await self._line(sock, descriptors)
@@ -120,7 +121,8 @@ class ControlServer:
                 answer = await self._answered(line, passed)
                 await self._loop.sock_sendall(sock, msgspec.json.encode(answer) + b"\n")
         except (OSError, TimeoutError) as error:
-            log.debug("control_broken", error=repr(error))
+            if line:  # who only connects may be gone before the answer
+                log.debug("control_broken", error=repr(error))
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)

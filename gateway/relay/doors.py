@@ -30,7 +30,7 @@ GATEWAY_PORT: Final = 8400
 LOOK_S: Final = 2.0
 BACKLOG: Final = 512
 APPEARS_S: Final = 2.0
-OPEN_TIMEOUT_S: Final = 30.0
+OPEN_TIMEOUT_S: Final = 90.0
 BATCH: Final = 64
 
 

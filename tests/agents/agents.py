@@ -19,7 +19,7 @@ from rollyard.harnesses.harness import AgentContext, open_harness
 from rollyard.schemas.rollout import AgentResult, Rollout
 from rollyard.schemas.task import AgentSpec, Task, Timeouts
 
-LIMIT_S = 150.0
+LIMIT_S = 600.0
 """No run of these tests takes nearly as long; an agent that hangs is killed, and its test fails."""
 NOWHERE = "http://127.0.0.1:9"
 MODEL = "scripted-model"

@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Iterable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import images
-from rig import SECRET, Rig, open_rig
+from msgspec import structs
+from rig import SECRET, Rig, open_rig, patiently
 from scenes import FIRST, SECOND, TASK, Scene, say, task, write_first
 
-from rollyard.gateway.relay.service import serve_relay
+from rollyard.gateway.relay.service import relay_service
 from rollyard.pipeline.client import Client
 from rollyard.pipeline.codec import decode
-from rollyard.pipeline.config import Config, GatewayConfig, NatsConfig, StoreConfig, WorkerConfig
+from rollyard.pipeline.config import Config, GatewayConfig, NatsConfig, RelayConfig, StoreConfig, WorkerConfig
 from rollyard.pipeline.log import read_rollout
 from rollyard.schemas import subjects
 from rollyard.schemas.errors import SandboxError
@@ -29,11 +31,11 @@ from rollyard.stages.sandbox import open_backend
 from rollyard.stages.worker import backend_settings, run_worker
 
 BACKENDS = ("local", "bubblewrap", "docker")
-IMAGE = "rollyard-tests-matrix"
 JAIL_UID = 64_042
 SLOTS = 2
 """Agents at a time in each kind of sandbox: they take long to start, and the cores are few."""
-PATIENCE_S = 600.0
+PATIENCE_S = 1500.0
+"""For all cells together, on a machine that has much else to do; what is not done then is told as it stands."""
 CHECK = f"printf %s '{FIRST}' | diff - first.txt && printf %s '{SECOND}' | diff - second.txt"
 """Both files are right, to the byte."""
 AGENTS = {
@@ -95,12 +97,13 @@ class Cell:
 
 
 class Matrix:
-    """Plays tasks through the whole pipeline."""
+    """Plays tasks through the whole pipeline. `unusable` says why backends do not work on this machine."""
 
-    def __init__(self, rig: Rig, config: Config, backends: tuple[str, ...]) -> None:
+    def __init__(self, rig: Rig, images: dict[str, str], unusable: dict[str, str], worker: asyncio.Task[None]) -> None:
         self.rig = rig
-        self.config = config
-        self.backends = backends
+        self.unusable = unusable
+        self._images = images
+        self._worker = worker
 
     async def model(self, name: str, turns: list[dict[str, Any]], **script: Any) -> None:
         """Serve a model of that name."""
@@ -109,87 +112,117 @@ class Matrix:
     def task(self, harness: str, backend: str, *, model: str = "", **fields: Any) -> Task:
         """The task for one cell. `fields` are those of AgentSpec, but for `run_s`."""
         run_s = fields.pop("run_s", PATIENCE_S)
-        image = {"docker": IMAGE, "bubblewrap": str(images.root_tree(JAIL_UID if os.getuid() == 0 else None))}
         args = ARGS.get(harness, {}) | fields.pop("args", {})
         return Task(
             id=f"{model or harness}-{backend}",
             prompt=TASK,
             agent=AgentSpec(harness=harness, model=model or harness, args=args, **fields),
-            sandbox=SandboxSpec(backend=backend, image=image.get(backend, "")),
+            sandbox=SandboxSpec(backend=backend, image=self._images.get(backend, "")),
             evaluation=EvaluationSpec(rule="command", args={"command": CHECK}),
-            timeouts=Timeouts(init_s=120, run_s=run_s, eval_s=60),
+            timeouts=Timeouts(init_s=PATIENCE_S, run_s=run_s, eval_s=PATIENCE_S),
             max_attempts=1,
         )
 
-    async def play(self, run: str, tasks: Iterable[Task]) -> dict[str, Cell]:
-        """Submit tasks, wait for their deliveries; what came of each, by its id."""
-        wanted = list(tasks)
-        await Client(self.rig.bus, run).submit(wanted)
-        found: dict[str, Cell] = {}
-        async with asyncio.timeout(PATIENCE_S):
-            while len(found) < len(wanted):
-                async for stored in self.rig.bus.read(subjects.SAMPLES, f"sample.{subjects.token(run)}.*.*"):
-                    delivery = decode(stored.data, Delivery)
-                    if delivery.task_id not in found:
-                        found[delivery.task_id] = await self._cell(run, delivery)
-                await asyncio.sleep(0.2)
+    async def play(self, run: str, tasks: Iterable[Task]) -> dict[str, Cell | str]:
+        """Submit tasks, wait for their deliveries; what came of each, by its id: how far it came if it is not done.
+
+        Raises what the worker died of.
+        """
+        given = list(tasks)
+        await patiently(lambda: Client(self.rig.bus, run).submit(given))
+        found: dict[str, Cell | str] = {}
+        with suppress(TimeoutError):
+            async with asyncio.timeout(PATIENCE_S):
+                while len(found) < len(given):
+                    self._check_worker()
+                    for delivery in await patiently(lambda: self._deliveries(run)):
+                        if delivery.task_id not in found:
+                            found[delivery.task_id] = await self._cell(run, delivery)
+                    await asyncio.sleep(1.0)
+        for task_id in {each.id for each in given} - found.keys():
+            events = await self._life(run, task_id)
+            found[task_id] = f"not delivered within {PATIENCE_S:g} s: {events}"
         return found
 
+    def _check_worker(self) -> None:
+        if self._worker.done():
+            self._worker.result()
+            raise AssertionError("the worker ended by itself")
+
+    async def _deliveries(self, run: str) -> list[Delivery]:
+        read = self.rig.bus.read(subjects.SAMPLES, f"sample.{subjects.token(run)}.*.*")
+        return [decode(stored.data, Delivery) async for stored in read]
+
     async def _cell(self, run: str, delivery: Delivery) -> Cell:
-        rollout = Rollout.of(run, delivery.task_id, 0, 1)
-        logged = await read_rollout(self.rig.bus, run, rollout.rollout_id, kinds=("life",))
-        events = tuple(event for _, event in logged if isinstance(event, RolloutEvent))
+        events = await self._life(run, delivery.task_id)
         results = [event.result for event in events if event.result is not None]
         return Cell(delivery, results[-1] if results else AgentResult(exit_code=None), events)
 
+    async def _life(self, run: str, task_id: str) -> tuple[RolloutEvent, ...]:
+        rollout = Rollout.of(run, task_id, 0, 1)
+        logged = await patiently(lambda: read_rollout(self.rig.bus, run, rollout.rollout_id, kinds=("life",)))
+        return tuple(event for _, event in logged if isinstance(event, RolloutEvent))
 
-async def _usable(config: Config) -> tuple[str, ...]:
-    """The backends that work on this machine; in CI all of them must."""
-    found = []
+
+async def _unusable(config: Config) -> dict[str, str]:
+    """Why backends do not work on this machine; in CI all of them must."""
+    found = {}
     for name in BACKENDS:
         try:
             async with open_backend(name, backend_settings(config, name)) as backend:
                 await backend.list_owned()
-                found.append(name)
-        except SandboxError:
+        except SandboxError as error:
             if os.environ.get("CI"):
                 raise
-    return tuple(found)
+            found[name] = str(error)
+    return found
 
 
-def _import_image() -> None:
-    import docker  # noqa: PLC0415 - a laptop without an engine has no use for it
+def _image(backend: str) -> str:
+    """The image of small tools, as this backend names it."""
+    match backend:
+        case "docker":
+            import docker_engine  # noqa: PLC0415 - a laptop without an engine has no use for it
 
-    client = docker.from_env(timeout=120)
-    digest = images.root_tar().stem
-    if not client.images.list(f"{IMAGE}:{digest}"):
-        client.api.import_image(str(images.root_tar()), repository=IMAGE, tag=digest)
-    client.api.tag(f"{IMAGE}:{digest}", IMAGE, "latest")
-    client.close()
+            return docker_engine.root_image()
+        case "bubblewrap":
+            return str(images.root_tree(JAIL_UID if os.getuid() == 0 else None))
+    return ""
 
 
 @asynccontextmanager
 async def open_matrix(folder: Path) -> AsyncIterator[Matrix]:
     """Gateway, relay and a worker of every stage, for the time of the block."""
-    async with open_rig(folder) as rig, AsyncExitStack() as stack:
+    async with open_rig(folder) as rig:
         (folder / "secret").write_bytes(SECRET)
         config = Config(
             nats=NatsConfig(url=rig.nats),
             store=StoreConfig(data=str(folder), blobs=str(folder / "blobs")),
             gateway=GatewayConfig(url=rig.gateway.url),
+            relay=RelayConfig(start=False),  # it is here, and a worker that stops starts no other one
+            # Two of these at one engine have the same secret: neither shall sweep the other's sandboxes.
+            backends={"docker": {"installation": uuid4().hex[:12]}},
         )
-        backends = await _usable(config)
-        if "docker" in backends:
-            await asyncio.to_thread(_import_image)
-        config = Config(
-            nats=config.nats,
-            store=config.store,
-            gateway=config.gateway,
-            worker=WorkerConfig(backends=backends, slots=SLOTS),
-        )
+        unusable = await _unusable(config)
+        backends = tuple(name for name in BACKENDS if name not in unusable)
+        named = {name: await asyncio.to_thread(_image, name) for name in backends}
+        config = structs.replace(config, worker=WorkerConfig(backends=backends, slots=SLOTS, max_ready=SLOTS))
         stop = asyncio.Event()
-        group = await stack.enter_async_context(asyncio.TaskGroup())
-        stack.callback(stop.set)
-        group.create_task(serve_relay(config, stop))
-        group.create_task(run_worker(config, ("admit", "init", "run", "eval", "aggregate"), SLOTS, stop))
-        yield Matrix(rig, config, backends)
+        async with (
+            relay_service(config.relay_dir(), config.nats.url, config.limits, drain_s=1.0),
+            asyncio.TaskGroup() as group,
+        ):
+            worker = group.create_task(run_worker(config, ("admit", "init", "run", "eval", "aggregate"), SLOTS, stop))
+            try:
+                yield Matrix(rig, named, unusable, worker)
+            finally:
+                stop.set()
+        for name in backends:
+            await _clear(config, name)
+
+
+async def _clear(config: Config, name: str) -> None:
+    """Destroy what a run that was broken off has left."""
+    async with open_backend(name, backend_settings(config, name)) as backend:
+        for ref, _ in await backend.list_owned():
+            await (await backend.open(ref)).destroy()

@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import agents
 import msgspec
@@ -38,6 +38,7 @@ from rollyard.pipeline.log import read_rollout
 from rollyard.pipeline.streams import ensure
 from rollyard.schemas import subjects
 from rollyard.schemas.call import CallEnd, CallEvent, CallIntent, CallRecord
+from rollyard.schemas.errors import BusAway
 from rollyard.schemas.fleet import LlmServer
 from rollyard.schemas.policy import SamplePolicy
 from rollyard.schemas.sample import Commit, Sample
@@ -47,7 +48,8 @@ from rollyard.stages.stitching import STITCHER_VERSION, outcome_of
 
 RUN = "agents"
 SECRET = b"a secret of the tests"
-SETTLE_S = 60
+Answer = TypeVar("Answer")
+SETTLE_S = 180
 """How long servers may take to be found, and calls to be logged."""
 
 
@@ -68,6 +70,18 @@ def make_tokenizer(folder: Path) -> Path:
     settings = {"eos_token": "<|im_end|>", "chat_template": chatml.TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
+
+
+async def patiently(ask: Callable[[], Awaitable[Answer]]) -> Answer:
+    """What `ask` gives; again while the bus gives no answer, as on a machine that has too much to do."""
+    deadline = time.monotonic() + SETTLE_S
+    while True:
+        try:
+            return await ask()
+        except BusAway:
+            if time.monotonic() > deadline:
+                raise
+            await asyncio.sleep(1.0)
 
 
 @dataclass(kw_only=True)
@@ -212,7 +226,7 @@ class Rig:
             tokenizer=str(self.tokenizer_folder) if scene.tokens else "",
         )
         servers: Bucket[LlmServer] = Bucket(self.bus, subjects.LLM_SERVERS, LlmServer)
-        await servers.put(name, server)
+        await patiently(lambda: servers.put(name, server))
         await self.until(lambda: self._is_served(name), f"model server {name} is healthy")
 
     async def _is_served(self, name: str) -> bool:
@@ -257,7 +271,7 @@ class Rig:
         return resolve(await self._events(name))
 
     async def _events(self, name: str) -> list[tuple[int, CallEvent]]:
-        events = await read_rollout(self.bus, RUN, name, kinds=("call",))
+        events = await patiently(lambda: read_rollout(self.bus, RUN, name, kinds=("call",)))
         return [(seq, event) for seq, event in events if isinstance(event, CallIntent | CallEnd)]
 
 

@@ -6,9 +6,6 @@ import pytest
 from rig import Session
 from scenes import FIRST, SECOND, Scene, scenes, task
 
-# The first test of the module waits until all agents have done the task.
-pytestmark = pytest.mark.timeout(900)
-
 IN_CAPTURE_MODE = {agent: Scene(agent=agent, conversations=task(agent)) for agent in ("codex", "claude", "hermes")}
 IN_CAPTURE_MODE |= {agent: Scene(agent=agent, conversations=task(agent)) for agent in ("mini-swe-agent", "opencode")}
 IN_TOKENS_MODE = {

@@ -100,7 +100,7 @@ class Agents:
 
     async def run(
         self, harness: str, prompt: str, *, files: dict[str, str] | None = None, env: dict[str, str] | None = None,
-        max_calls: int | None = None, timeout_s: float = 60, **args: Any,
+        max_calls: int | None = None, timeout_s: float = 240, **args: Any,
     ) -> AgentResult:  # fmt: skip
         """One rollout from an empty sandbox to its result."""
         task = Task(
