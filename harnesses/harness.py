@@ -6,6 +6,7 @@ agent left behind. Whatever the agent asks a model goes to `AgentContext.base_ur
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -170,6 +171,12 @@ def agent_environment(context: AgentContext) -> dict[str, str]:
     }
 
 
+_SIGNAL_HINTS: Final = {
+    -signal.SIGXFSZ: "it wrote a file, or output, of more than sandbox.limits.max_file_bytes",
+    -signal.SIGKILL: "was it out of memory, or did it kill itself?",
+}
+
+
 def read_result(
     exit_code: int | None,
     answer: bytes,
@@ -191,7 +198,7 @@ def read_result(
         failure = Failure.of("agent", "the agent's exit status is not known")
     elif exit_code != 0:
         how = f"was killed by signal {-exit_code}" if exit_code < 0 else f"ended with exit status {exit_code}"
-        failure = Failure.of("agent", f"the agent {how}: {_last_line(tail)}")
+        failure = Failure.of("agent", f"the agent {how}: {_last_line(tail)}", _SIGNAL_HINTS.get(exit_code, ""))
     return AgentResult(
         exit_code=exit_code,
         answer=answer[:MAX_ANSWER_BYTES].decode(errors="replace").strip(),

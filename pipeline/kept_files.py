@@ -21,6 +21,7 @@ from rollyard.schemas.rollout import Artifact, RolloutEvent
 class KeptFile:
     """One file of one attempt at a rollout."""
 
+    task_id: str
     rollout_id: str
     attempt: int
     artifact: Artifact
@@ -40,7 +41,7 @@ async def kept_files(bus: Bus, run: str, prefix: str = "") -> AsyncIterator[Kept
             continue
         event: RolloutEvent = decode(stored.data, RolloutEvent)
         for artifact in event.result.artifacts if event.result is not None else ():
-            yield KeptFile(event.rollout.rollout_id, event.attempt, artifact)
+            yield KeptFile(event.rollout.task_id, event.rollout.rollout_id, event.attempt, artifact)
 
 
 def save(kept: KeptFile, blobs: BlobStore, folder: Path) -> Path:

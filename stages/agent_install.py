@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Final
 
 from rollyard.harnesses.bundles.bundle import MARKER, PYTHON, find_bundle
-from rollyard.harnesses.harness import Needs, needs_of, open_harness
+from rollyard.harnesses.harness import Needs
 from rollyard.schemas.errors import HarnessError
 from rollyard.schemas.task import AgentSpec
 from rollyard.stages.capabilities import Capabilities
+from rollyard.stages.checked_harness import open_checked
 from rollyard.stages.sandbox import Mount, Sandbox
 
 INSIDE: Final = "/opt/rollyard"
@@ -85,7 +86,7 @@ def packed(folder: Path) -> bytes:
 
 
 def _needs(agent: AgentSpec) -> Needs:
-    return needs_of(open_harness(agent.harness), agent.args)
+    return open_checked(agent.harness).needs(agent.args)
 
 
 def _bundles(agent: AgentSpec, capabilities: Capabilities) -> Iterable[str]:

@@ -11,12 +11,13 @@ from typing import Any, Final
 import msgspec
 import structlog
 
-from rollyard.harnesses.harness import AgentContext, Harness, InProcessHarness
+from rollyard.harnesses.harness import AgentContext, InProcessHarness
 from rollyard.pipeline.crash import checkpoint
-from rollyard.schemas.errors import BusError, DecodeError, SandboxError
+from rollyard.schemas.errors import BusError, DecodeError, HarnessError, SandboxError
 from rollyard.schemas.failure import Failure
 from rollyard.schemas.rollout import AgentResult, Rollout, RolloutState
 from rollyard.schemas.task import Task
+from rollyard.stages.checked_harness import CheckedHarness
 from rollyard.stages.collection import Collection
 from rollyard.stages.handler import Handler, HandlerContext, as_result
 from rollyard.stages.hook import HookContext, hooks_of
@@ -48,7 +49,7 @@ class AgentRun:
     stage: StageContext
     state: RolloutState
     task: Task
-    harness: Harness
+    harness: CheckedHarness
     agent: AgentContext
     handler: Handler | None
     sandbox: Sandbox | None  # None: the backend has none
@@ -64,7 +65,7 @@ class AgentRun:
         task: Task,
         *,
         sandbox: Sandbox | None,
-        harness: Harness,
+        harness: CheckedHarness,
         agent: AgentContext,
         handler: Handler | None,
     ) -> AgentRun:
@@ -132,7 +133,8 @@ class AgentRun:
 
     async def in_sandbox(self, sandbox: Sandbox) -> Ended:
         """Start the agent, or attach to it, and see it to its end."""
-        watch = Watch(self.stage.bus, sandbox, self.rollout)
+        capabilities = self.stage.backend(sandbox.ref.backend).capabilities
+        watch = Watch(self.stage.bus, sandbox, self.rollout, keeps_ends=capabilities.keeps_ends)
         checkpoint("run.prepared")
         command = self.harness.command(self.agent)
         if not await sandbox.start(AGENT, command, deadline_s=self.task.timeouts.run_s):
@@ -148,7 +150,11 @@ class AgentRun:
                 if idle is not None:
                     idle.cancel()
         stdout, stderr = await sandbox.output(AGENT, MAX_OUTPUT_BYTES)
-        result = await self.harness.result(self.agent, end.exit_code, stdout, stderr, sandbox.read_file)
+        try:
+            result = await self.harness.result(self.agent, end.exit_code, stdout, stderr, sandbox.read_file)
+        except HarnessError as error:
+            # No budget explains it, and what the agent wrote is kept all the same.
+            return AgentResult(exit_code=end.exit_code), Failure.of("agent", error.message, error.hint)
         failure = await watch.why(end, self.task) or result.failure
         return result, await self._or_used_up(failure)
 
@@ -217,8 +223,7 @@ class AgentRun:
             return
         await self.kept.add_output(self.sandbox, AGENT, self.stage.config.worker.keep_output_bytes)
         await self.kept.add_files(self.sandbox, self.task.outputs)
-        own = tuple(getattr(self.harness, "kept_files", ()))
-        await self.kept.add_files(self.sandbox, own, base="home", prefix="home/")
+        await self.kept.add_files(self.sandbox, self.harness.kept_files, base="home", prefix="home/")
         if wants_diff(self.task, hooks_of(self.stage.config, self.task)):
             await self.kept.add_diff(self.sandbox)
 

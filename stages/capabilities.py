@@ -28,6 +28,7 @@ class Capabilities:
     snapshots: bool = False
     diff: bool = False
     tty: bool = False
+    keeps_ends: bool = False  # an agent cannot reach the process that keeps its end, and so not lose it on purpose
     mounts: Literal["same", "bind", "copy"] = "same"
     """How folders of the worker's machine get inside: seen at the same path, bound at another, or copied."""
     tested: str = "in CI"

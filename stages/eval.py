@@ -12,7 +12,16 @@ from rollyard.pipeline.codec import decode
 from rollyard.pipeline.crash import checkpoint
 from rollyard.pipeline.handover import Held, advance
 from rollyard.schemas import subjects
-from rollyard.schemas.errors import EvaluationError, RollyardError, SandboxError, TaskError
+from rollyard.schemas.errors import (
+    ConfigError,
+    EvaluationError,
+    HarnessError,
+    ModelError,
+    RollyardError,
+    SandboxError,
+    SetupError,
+    TaskError,
+)
 from rollyard.schemas.failure import Failure
 from rollyard.schemas.rollout import (
     AgentResult,
@@ -24,6 +33,7 @@ from rollyard.schemas.rollout import (
     StageName,
 )
 from rollyard.schemas.task import Task
+from rollyard.stages.bounded import TooSlow
 from rollyard.stages.capabilities import Capabilities
 from rollyard.stages.changes import working_diff
 from rollyard.stages.eval_sandbox import FreshSandboxes
@@ -35,6 +45,7 @@ from rollyard.stages.evaluator import (
     as_verdict,
     isolation_of,
     open_rule,
+    reward_of,
 )
 from rollyard.stages.handler import Handler, HandlerContext, find_handler
 from rollyard.stages.judge import judge_access, judge_attempt
@@ -120,7 +131,7 @@ class Eval:
 
     def failure(self, error: RollyardError) -> Failure | None:
         """A rule that cannot judge ends the attempt as `eval`; a sandbox out of reach is infrastructure."""
-        if isinstance(error, EvaluationError | TaskError):
+        if isinstance(error, EvaluationError | TaskError | ConfigError | SetupError | ModelError | HarnessError):
             return Failure.of("eval", error.message, error.hint)
         if isinstance(error, SandboxError):
             return Failure.of("infra", error.message, error.hint)
@@ -208,9 +219,8 @@ class Eval:
         )
         try:
             # A verifier ends at its own limit, which tells more.
-            async with asyncio.timeout(timeout_s + GRACE_S):
-                return await case.rule.reward(context)
-        except TimeoutError:
+            return await reward_of(case.rule, case.task.evaluation.rule, context, timeout_s=timeout_s + GRACE_S)
+        except TooSlow:
             raise _late(timeout_s) from None
         except SandboxError as error:
             if isolation != "fresh":

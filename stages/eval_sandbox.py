@@ -105,12 +105,24 @@ class FreshSandboxes:
 
     async def _carry(self, sandbox: Sandbox, drop: Sequence[str]) -> None:
         """Put the agent's working directory in the place of the fresh one; files named in `drop` stay as they are."""
-        tree = await self._tree(".", drop)
+        tree = await self._work(drop)
         cleared = await sandbox.exec(_clear(drop), timeout_s=SHORT_S)
         if cleared.exit_code != 0:
             said = cleared.stderr.decode(errors="replace")[-300:]
             raise SandboxError(f"the fresh working directory could not be cleared: {said}")
-        await sandbox.put_tree(tree, ".")
+        if tree is not None:
+            await sandbox.put_tree(tree, ".")
+
+    async def _work(self, drop: Sequence[str]) -> bytes | None:
+        """The agent's working directory; None: it removed that, so an empty one is judged."""
+        try:
+            return await self._tree(".", drop)
+        except EvaluationError:
+            look = f"test -d {shlex.quote(self._agent.workdir)}"
+            there = await self._agent.exec(look, cwd="/", timeout_s=SHORT_S)
+            if there.timed_out or there.exit_code != 1:
+                raise
+            return None
 
     async def _copy(self, sandbox: Sandbox, path: str) -> None:
         """A further path of the agent's, absolute; nothing where there is none, or the backend isolates nothing."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import Any, Final, Literal, Protocol, Self
+from typing import Any, Final, Literal, Protocol, Self, get_args
 
 import msgspec
 from msgspec import Struct
@@ -16,6 +16,7 @@ from rollyard.pipeline.plugins import Catalogue
 from rollyard.schemas.errors import EvaluationError, TaskError
 from rollyard.schemas.rollout import AgentResult
 from rollyard.schemas.task import EvaluationSpec, Task
+from rollyard.stages.boundary import boundary, outcome
 from rollyard.stages.capabilities import Capabilities
 from rollyard.stages.sandbox import Sandbox
 
@@ -49,7 +50,9 @@ Carry = Literal["work", "nothing"]
 
 MAIN_REWARD: Final = "reward"
 MAX_LOG_CHARS: Final = 16_384
-
+_HINT: Final = (
+    "mend the rule, or let it raise EvaluationError with words of its own; the worker's log has the traceback"
+)
 
 _VERDICT_FIELDS: Final = frozenset({"reward", "metrics", "turn_rewards", "rewards", "log"})
 
@@ -94,9 +97,14 @@ def as_verdict(value: object, who: str) -> Verdict:
 
     Raises EvaluationError that names `who` returned it.
     """
-    if isinstance(value, Verdict):
-        return value
     try:
+        if isinstance(value, Verdict):
+            return replace(
+                value,
+                reward=None if value.reward is None else finite(value.reward),
+                metrics=_numbers(value.metrics),
+                rewards=_numbers(value.rewards),
+            )
         if not isinstance(value, Mapping):
             return Verdict(None if value is None else finite(value))
         known = {name: each for name, each in value.items() if name in _VERDICT_FIELDS}
@@ -216,9 +224,37 @@ class RuleArgs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def open_rule(name: str, args: Mapping[str, Any]) -> Rule:
-    """The rule of that name or dotted path. Raises TaskError for an unknown rule or an argument it does not take."""
-    rule: Rule = RULES.load(name).from_args(args)
+    """The rule of that name or dotted path.
+
+    Raises TaskError for an unknown rule, an argument it does not take, and one of the user's own that cannot be made.
+    """
+    with boundary(
+        f"evaluation.rule: from_args of {name!r}", TaskError, "let it raise TaskError that names the argument"
+    ):
+        rule: Rule = RULES.load(name).from_args(args)
+        isolation = isolation_of(rule)
+    if not callable(getattr(rule, "reward", None)):
+        raise TaskError(
+            f"evaluation.rule: {name!r} is no rule: from_args returned {rule!r:.100}",
+            hint="let it return an object with `async reward(context)`",
+        )
+    if isolation not in get_args(Isolation):
+        raise TaskError(
+            f"evaluation.rule: the isolation of {name!r} is {isolation!r:.50}",
+            hint=f"it is one of {', '.join(get_args(Isolation))}",
+        )
     return rule
+
+
+async def reward_of(rule: Rule, name: str, context: EvalContext, *, timeout_s: float | None = None) -> Verdict:
+    """What a rule says, as a verdict: see `as_verdict`.
+
+    Raises TooSlow after `timeout_s`, None: never; EvaluationError for whatever a rule of the user's own raises, and for
+    what is no verdict; RollyardError.
+    """
+    who = f"reward of the rule {name!r}"
+    with boundary(who, EvaluationError, _HINT):
+        return as_verdict(await outcome(rule.reward, context, timeout_s=timeout_s), who)
 
 
 def isolation_of(rule: Rule, spec: EvaluationSpec | None = None) -> Isolation:

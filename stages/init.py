@@ -7,7 +7,6 @@ from typing import Any, Final
 
 import structlog
 
-from rollyard.harnesses.harness import open_harness
 from rollyard.pipeline.crash import checkpoint
 from rollyard.pipeline.handover import Held, advance
 from rollyard.pipeline.kv import Bucket
@@ -19,6 +18,7 @@ from rollyard.schemas.task import Task
 from rollyard.stages.agent_context import agent_context
 from rollyard.stages.agent_install import agent_mounts, install_agent
 from rollyard.stages.changes import mark_baseline
+from rollyard.stages.checked_harness import open_checked
 from rollyard.stages.handler import HandlerContext, carried, find_handler
 from rollyard.stages.hook import hooks_of
 from rollyard.stages.preparation import Filling, image_of, let_go, make_sandbox
@@ -107,7 +107,7 @@ class Init:
     async def _prepare(self, filling: Filling, sandbox: Sandbox, state: RolloutState, task: Task) -> Any:
         """Fill an empty sandbox, by the stage or the task's handler, then the agent; returns what is carried on."""
         handler, kept = find_handler(self._context.config, task), None
-        harness = open_harness(task.agent.harness)
+        harness = open_checked(task.agent.harness)
         capabilities = self._context.backend(task.sandbox.backend).capabilities
         if handler is not None and handler.has("init"):
             agent = agent_context(self._context, state, task, sandbox, harness)

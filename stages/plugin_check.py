@@ -6,12 +6,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from rollyard.harnesses.harness import open_harness
 from rollyard.pipeline.config import Config
 from rollyard.schemas.errors import ConfigError, RollyardError, TaskError
 from rollyard.schemas.sandbox import Repository
 from rollyard.schemas.task import Task
 from rollyard.stages.capabilities import refusals
+from rollyard.stages.checked_harness import open_checked
 from rollyard.stages.evaluator import Rule, open_rule, rule_refusals
 from rollyard.stages.handler import by_source, open_handler
 from rollyard.stages.hook import hooks_of, open_hook
@@ -25,7 +25,7 @@ def check_task(task: Task) -> list[str]:
     """Texts `field: what is wrong (how to mend it)`; none when the task is fine."""
     problems: list[str] = []
     try:
-        open_harness(task.agent.harness).validate_args(task.agent.args)
+        open_checked(task.agent.harness).validate_args(task.agent.args)
     except RollyardError as error:
         problems.append(_named("agent.harness", error))
     rule: Rule | None = None

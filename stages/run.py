@@ -7,7 +7,7 @@ from typing import Final
 
 import structlog
 
-from rollyard.harnesses.harness import InProcessHarness, open_harness
+from rollyard.harnesses.harness import InProcessHarness
 from rollyard.pipeline.crash import checkpoint
 from rollyard.pipeline.handover import Held, advance
 from rollyard.schemas.errors import ConfigError, HarnessError, RollyardError, SandboxError, TaskError
@@ -16,6 +16,7 @@ from rollyard.schemas.rollout import AgentResult, CloseSession, RolloutEvent, Ro
 from rollyard.schemas.task import Task
 from rollyard.stages.agent_context import agent_context
 from rollyard.stages.agent_run import AgentRun
+from rollyard.stages.checked_harness import open_checked
 from rollyard.stages.handler import find_handler
 from rollyard.stages.preparation import let_go
 from rollyard.stages.sandbox import Sandbox
@@ -80,7 +81,7 @@ class Run:
 
     def _open(self, state: RolloutState, task: Task, sandbox: Sandbox) -> AgentRun:
         capabilities = self._context.backend(sandbox.ref.backend).capabilities
-        harness = open_harness(task.agent.harness)
+        harness = open_checked(task.agent.harness)
         return AgentRun.of(
             self._context,
             state,

@@ -36,8 +36,9 @@ MAX_REASON_BYTES: Final = 4_000
 class Watch:
     """One agent in its sandbox."""
 
-    def __init__(self, bus: Bus, sandbox: Sandbox, rollout: Rollout) -> None:
+    def __init__(self, bus: Bus, sandbox: Sandbox, rollout: Rollout, *, keeps_ends: bool = False) -> None:
         self._bus = bus
+        self._keeps_ends = keeps_ends
         self._sandbox = sandbox
         self._subject = subjects.log_subject(rollout.run, rollout.rollout_id, "call")
         self._reason: Failure | None = None
@@ -69,7 +70,13 @@ class Watch:
                     "raise sandbox.limits.memory_bytes",
                 )
             case "lost":
-                return Failure.of("infra", "the agent's end was not seen: its shim died")
+                message = "the agent's end was not seen: its shim died"
+                if self._keeps_ends:
+                    return Failure.of("infra", message)
+                # Else an agent that does badly could kill its shim, and get another attempt.
+                return Failure.of(
+                    "agent", message, "on this backend the agent itself can do that; see the kernel's log"
+                )
 
     async def _known_reason(self) -> Failure | None:
         """The reason for which this worker, or one before it, killed the agent."""

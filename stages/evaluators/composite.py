@@ -20,6 +20,7 @@ from rollyard.stages.evaluator import (
     Verdict,
     isolation_of,
     open_rule,
+    reward_of,
 )
 
 Combine = Literal["mean", "sum", "product", "min", "max"]
@@ -108,7 +109,8 @@ class Composite(RuleArgs, frozen=True, kw_only=True):
         turn_rewards: Sequence[float | None] = ()
         for number, (part, rule) in enumerate(zip(self.parts, self.rules(), strict=True)):
             title = part.title()
-            verdict = await rule.reward(replace(context, process=f"{context.process}-part{number}"))
+            own = replace(context, process=f"{context.process}-part{number}")
+            verdict = await reward_of(rule, part.rule, own)
             if verdict.reward is None:
                 raise EvaluationError(
                     f"the part {title!r} gives no reward", hint="leave it out of evaluation.args.parts"

@@ -58,6 +58,7 @@ class BubblewrapBackend:
         snapshots=True,
         diff=True,
         tty=True,
+        keeps_ends=True,
         mounts="bind",
     )
 

@@ -31,8 +31,10 @@ from rollyard.stages.worker import backend_settings, installation
 STEPS = {
     "init": ("received", "made", "prepared", "before_state", "after_state", "after_effects", "after_publish"),
     "run": ("received", "prepared", "agent_started", "agent_ended", "collected", "before_state", "after_publish"),
-    "eval": ("received", "judged", "before_state", "after_state", "after_publish"),
+    "eval": ("received", "sandbox_ready", "judged", "before_state", "after_state", "after_publish"),
 }
+FRESH = "sandbox_ready"
+"""The step at which EVAL has a fresh sandbox: its task is judged by a rule that runs there."""
 KILLED_IN_A_ROW = 3
 SWEPT_WITHIN_S = 60.0
 """After the rest is delivered: half a minute of grace, a sweep every quarter, and what removing takes."""
@@ -54,14 +56,22 @@ def settings_of(backend: str, folder: Path) -> dict[str, Any]:
     return {"images": str(folder / "images")}
 
 
-def task_of(backend: str, name: str) -> Task:
+def evaluation_of(step: str) -> EvaluationSpec:
+    if step == FRESH:
+        # The agent's own files and the setup's are there, once each.
+        judged = 'echo judged >> ledger; test "$(cat ledger setup)" = "$(printf \'begun\\njudged\\nready\')"'
+        return EvaluationSpec(rule="command", args={"command": judged})
+    return EvaluationSpec(rule="exact", args={"answer": "1"})
+
+
+def task_of(backend: str, role: str, step: str) -> Task:
     image = str(images.root_tree(DEFAULT_UID if os.getuid() == 0 else None)) if backend == "bubblewrap" else ""
     return Task(
-        id=name,
+        id=f"{role}-{step}",
         prompt="p",
         agent=AgentSpec(harness="command", args={"command": ["sh", "-c", SCRIPT]}),
         sandbox=SandboxSpec(backend=backend, image=image, network="none", setup=("echo ready > setup",)),
-        evaluation=EvaluationSpec(rule="exact", args={"answer": "1"}),
+        evaluation=evaluation_of(step),
         hooks=(HookSpec(hook="wall_clock", args={"limit_s": 300}),),
         outputs=("ledger", "setup"),
     )
@@ -95,7 +105,7 @@ async def kill_at_each(running: Yard, backend: str, role: str, steps: tuple[str,
             running.again(role)
             await running.wait_delivered(role, number)
             await running.kill(role)
-        await running.submit(role, [task_of(backend, f"{role}-{step}")])
+        await running.submit(role, [task_of(backend, role, step)])
         running.again_until(role, f"{role}.{step}")
         assert await running.ended(role) == -signal.SIGKILL, step
     running.again(role)

@@ -56,7 +56,7 @@ async def test_they_are_found_and_saved(bus: Bus, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["../x", "/etc/x", "a/../../x", "", "a\0b"])
 def test_a_name_that_leaves_the_folder_is_refused(name: str, tmp_path: Path) -> None:
-    kept = KeptFile("r1", 1, Artifact(name=name, blob="0" * 64, size_bytes=1))
+    kept = KeptFile("t", "r1", 1, Artifact(name=name, blob="0" * 64, size_bytes=1))
     with pytest.raises(BlobError, match="leaves the folder"):
         kept.path_in(tmp_path)
 
@@ -64,4 +64,4 @@ def test_a_name_that_leaves_the_folder_is_refused(name: str, tmp_path: Path) -> 
 async def test_a_lost_blob_is_named(bus: Bus, tmp_path: Path) -> None:
     assert bus.blobs is not None
     with pytest.raises(BlobError, match="0000"):
-        save(KeptFile("r1", 1, Artifact(name="x", blob="0" * 64, size_bytes=1)), bus.blobs, tmp_path)
+        save(KeptFile("t", "r1", 1, Artifact(name="x", blob="0" * 64, size_bytes=1)), bus.blobs, tmp_path)

@@ -12,6 +12,7 @@ import pytest
 from rollyard.pipeline.client import Client
 from rollyard.pipeline.consumer import Ack
 from rollyard.schemas import subjects
+from rollyard.schemas.errors import EvaluationError, ModelError
 from rollyard.schemas.failure import Failure
 from rollyard.schemas.rollout import AgentResult, Rollout, RolloutEvent, RolloutState
 from rollyard.schemas.sandbox import SandboxSpec
@@ -19,6 +20,8 @@ from rollyard.schemas.task import AgentSpec, EvaluationSpec, Task, Timeouts
 from rollyard.stages import eval as eval_stage
 from rollyard.stages.changes import mark_baseline
 from rollyard.stages.eval import Eval
+from rollyard.stages.evaluator import Verdict
+from rollyard.stages.plugin_check import check_task
 from rollyard.stages.sandbox import Labels, Sandbox
 from rollyard.stages.stage import StageHandler
 
@@ -324,3 +327,131 @@ async def test_a_handler_that_returns_no_verdict_is_a_failed_evaluation(crew: An
     state = await judged(crew, evaluation, answer="bad", handler=f"{__name__}:Judge")
     assert state.failure is not None
     assert (state.failure.kind, "no field rewart in a verdict" in state.failure.message) == ("eval", True)
+
+
+# --- rules of the user's own ---
+
+SAYS: dict[str, Any] = {
+    "raises": ValueError("oh no"),
+    "is late by itself": TimeoutError("of its own"),
+    "wants to end the process": SystemExit(3),
+    "says nothing is wrong": EvaluationError("as it likes", hint="do so"),
+    "asks a model": ModelError("no model"),
+    "text": "good",
+    "nan": float("nan"),
+    "text as the reward": Verdict("good"),  # type: ignore[arg-type]
+    "text as a metric": Verdict(1, {"passed": "all"}),  # type: ignore[dict-item]
+    "none": None,
+    "number": 0.5,
+    "fields": {"reward": 1, "metrics": {"n": 2}},
+    "verdict": Verdict(0.25, {"n": 3}),
+}
+tries: list[str] = []
+
+
+class Own:
+    """A rule of the user's own that does what its argument says."""
+
+    def __init__(self, says: str) -> None:
+        self.says = says
+
+    @classmethod
+    def from_args(cls, args: Any) -> Any:
+        if args["says"] == "nothing of itself":
+            raise KeyError("path")
+        if args["says"] == "no rule":
+            return None
+        own = cls(args["says"])
+        own.isolation = args.get("isolation", "none")  # type: ignore[attr-defined]
+        return own
+
+    async def reward(self, context: Any) -> Any:
+        tries.append(self.says)
+        value = SAYS[self.says]
+        if isinstance(value, BaseException):
+            raise value
+        return value
+
+
+class Plain(Own):
+    """It is not async."""
+
+    def reward(self, context: Any) -> Any:  # type: ignore[override]
+        return 0.5
+
+
+class Passing(Own):
+    """It hands over what another one awaits."""
+
+    def reward(self, context: Any) -> Any:  # type: ignore[override]
+        return super().reward(context)
+
+
+@pytest.fixture(autouse=True)
+def no_tries() -> None:
+    tries.clear()
+
+
+def own(says: str, rule: type[Own] = Own, **fields: Any) -> EvaluationSpec:
+    return EvaluationSpec(rule=f"{__name__}:{rule.__name__}", args={"says": says}, max_tries=2, **fields)
+
+
+@pytest.mark.parametrize(
+    ("says", "message", "times"),
+    [
+        ("raises", f"reward of the rule '{__name__}:Own' raised ValueError: oh no", 2),
+        ("is late by itself", "raised TimeoutError: of its own", 2),
+        ("wants to end the process", "SystemExit(3)", 2),
+        ("says nothing is wrong", "as it likes", 2),
+        ("asks a model", "no model", 1),
+        ("text", f"reward of the rule '{__name__}:Own' returned 'good': 'good' is no finite number", 2),
+        ("nan", "nan is no finite number", 2),
+        ("text as the reward", "'good' is no finite number", 2),
+        ("text as a metric", "'all' is no finite number", 2),
+        ("nothing of itself", f"from_args of '{__name__}:Own' raised KeyError: 'path'", 0),
+        ("no rule", f"'{__name__}:Own' is no rule", 0),
+    ],
+)
+async def test_a_rule_of_the_users_own_that_does_not_work_is_a_failed_evaluation(
+    crew: Any, monkeypatch: pytest.MonkeyPatch, says: str, message: str, times: int
+) -> None:
+    monkeypatch.setattr(eval_stage, "FIRST_PAUSE_S", 0.01)
+    state = await judged(crew, own(says))
+    assert (state.position, state.status, state.evaluated_seq) == ("aggregate", "failed", 0)
+    assert state.failure is not None
+    assert (state.failure.kind, len(tries)) == ("eval", times)
+    assert message in state.failure.message
+    assert state.failure.hint or says == "asks a model"
+
+
+@pytest.mark.parametrize(
+    ("says", "rule", "reward", "metrics"),
+    [
+        ("none", Own, None, {}),
+        ("number", Own, 0.5, {}),
+        ("fields", Own, 1.0, {"n": 2.0}),
+        ("verdict", Own, 0.25, {"n": 3.0}),
+        ("number", Plain, 0.5, {}),
+        ("number", Passing, 0.5, {}),
+    ],
+)
+async def test_what_a_rule_of_the_users_own_returns_is_read_as_that_of_a_handler(
+    crew: Any, says: str, rule: type[Own], reward: float | None, metrics: dict[str, float]
+) -> None:
+    event = await verdict(crew, own(says, rule))
+    assert (event.reward, event.metrics) == (reward, metrics)
+
+
+async def test_a_part_of_a_composite_that_raises_is_named(crew: Any) -> None:
+    part = {"rule": f"{__name__}:Own", "name": "own", "args": {"says": "raises"}}
+    state = await judged(crew, EvaluationSpec(rule="composite", args={"parts": [part]}, max_tries=1))
+    assert state.failure is not None
+    assert (state.failure.kind, f"rule '{__name__}:Own' raised ValueError" in state.failure.message) == ("eval", True)
+
+
+@pytest.mark.parametrize(("says", "isolation"), [("nothing of itself", "none"), ("no rule", "none"), ("none", "Fresh")])
+def test_a_rule_of_the_users_own_that_cannot_be_made_is_refused_at_admission(says: str, isolation: str) -> None:
+    evaluation = EvaluationSpec(rule=f"{__name__}:Own", args={"says": says, "isolation": isolation})
+    (problem,) = check_task(Task(prompt="p", evaluation=evaluation))
+    assert problem.startswith("evaluation.rule: ")
+    assert f"'{__name__}:Own'" in problem

@@ -58,10 +58,17 @@ async def _found(args: argparse.Namespace, config: Config) -> list[KeptFile]:
 
 async def _ls(args: argparse.Namespace, config: Config) -> int:
     rows = [
-        (kept.rollout_id, kept.attempt, kept.artifact.name, kept.artifact.size_bytes, kept.artifact.truncated)
+        (
+            kept.task_id,
+            kept.rollout_id,
+            kept.attempt,
+            kept.artifact.name,
+            kept.artifact.size_bytes,
+            kept.artifact.truncated,
+        )
         for kept in await _found(args, config)
     ]
-    names = ("rollout", "attempt", "name", "bytes", "truncated")
+    names = ("task", "rollout", "attempt", "name", "bytes", "truncated")
     if args.json:
         print(to_json([dict(zip(names, row, strict=True)) for row in rows]))
     else:

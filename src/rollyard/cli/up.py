@@ -166,7 +166,8 @@ async def _up(plan: Plan) -> int:
 
 def _left_behind(sandboxes: Path) -> str:
     """What is to be said about agents that go on: they are what the next `rollyard up` takes up again."""
-    if not sandboxes.is_dir() or not any(path.is_dir() for path in sandboxes.iterdir()):
+    # Sandboxes are called ROLLOUT.ATTEMPT.NONCE; those of bubblewrap lie in a folder of its name.
+    if not any(path.is_dir() for folder in (sandboxes, sandboxes / "bubblewrap") for path in folder.glob("*.*.*")):
         return ""
     return (
         "\nRollouts are under way. The next `rollyard up` goes on with them; "
