@@ -1,7 +1,7 @@
 """Alarms of runs: counted over the headers of all deliveries, raised once.
 
-An alarm is a function of the deliveries in their order. So whoever reads SAMPLES from its beginning comes to the same
-one: a controller that starts again, or a second one. Contract: docs/architecture.md section 5.14.
+An alarm of these kinds is a function of the deliveries in their order. So whoever reads SAMPLES from its beginning
+comes to the same one: a controller that starts again, or a second one. Contract: docs/architecture.md section 5.14.
 """
 
 from __future__ import annotations

@@ -3,13 +3,14 @@ alarms about runs.
 
 It never writes a rollout's state. For a state that cannot go on by itself it publishes a takeover, again at each tick,
 to a stage whose compare-and-set does the rest. It holds nothing that it cannot rebuild, and several may run.
-Contract: docs/architecture.md sections 5.2, 5.8, 5.14 and 8.
+Contract: docs/architecture.md sections 5.2, 5.8, 5.14, 5.15 and 8.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Final
@@ -24,6 +25,7 @@ from rollyard.pipeline.config import AlarmsConfig, Config
 from rollyard.pipeline.groups import close_if_complete
 from rollyard.pipeline.kv import Bucket
 from rollyard.pipeline.leases import LeaseView
+from rollyard.pipeline.pools import PoolWatch
 from rollyard.pipeline.watching import watching
 from rollyard.schemas import subjects
 from rollyard.schemas.errors import BusError
@@ -47,6 +49,7 @@ class Controller:
     ) -> None:
         self._bus = bus
         self._alarms = AlarmWatch(bus, alarms or AlarmsConfig())
+        self._pools = PoolWatch(bus, lease_s)
         self._lease_s = lease_s
         self._tick_s = tick_s
         self._live: dict[str, RolloutState] = {}
@@ -62,13 +65,14 @@ class Controller:
             watching(self._watch_alarms),
             LeaseView.following(self._bus, subjects.NODES) as nodes,
             LeaseView.following(self._bus, subjects.GATEWAYS) as gateways,
+            LeaseView.following(self._bus, subjects.POOLS) as pools,
             Cancels.following(self._bus) as cancels,
         ):
             self._since_s = time.monotonic()
             looked_s = 0.0
             while not stop.is_set():
                 try:
-                    await self._sweep(nodes, cancels)
+                    await self._pools.look(await self._sweep(nodes, cancels), pools)
                     if time.monotonic() - looked_s > GROUP_LOOK_S:
                         looked_s = time.monotonic()
                         await self._close_groups()
@@ -79,6 +83,7 @@ class Controller:
                     log.warning("sweep_failed", error=error.message)
                     # Nobody could renew a lease meanwhile: every place gets the time of one to show itself.
                     self._since_s = time.monotonic()
+                    self._pools.forgive()
                 with suppress(TimeoutError):
                     async with asyncio.timeout(self._tick_s):
                         await stop.wait()
@@ -107,11 +112,13 @@ class Controller:
         ready.set()  # to count what is stored may take long: no cancel and no dead place waits for that
         await self._alarms.run()
 
-    async def _sweep(self, nodes: LeaseView, cancels: Cancels) -> None:
+    async def _sweep(self, nodes: LeaseView, cancels: Cancels) -> Counter[tuple[str, str]]:
+        """Take over what cannot go on. Gives how many rollouts wait for INIT, by run and pool."""
         await self._bus.api("INFO")  # nobody is dead as long as the bus itself is
         # A place that this controller has never seen alive gets the time of one lease to show itself.
         settled = time.monotonic() - self._since_s > self._lease_s
         dead: set[str] = set()
+        waiting: Counter[tuple[str, str]] = Counter()
         for state in list(self._live.values()):
             if state.position not in ("init", "run", "eval"):
                 continue
@@ -120,14 +127,17 @@ class Controller:
                 await self._take_over(state, Failure.of("cancelled", cancel.reason))
             elif state.place and state.place != ANYWHERE and settled and not nodes.alive(state.place):
                 dead.add(state.place)
-                await self._take_over(
-                    state,
-                    Failure.of("infra", f"the place {state.place} died", "is the machine of these workers alive?"),
-                )
+                failure = Failure.of("infra", f"the place {state.place} died", "is the machine of these workers alive?")
+                if await self._take_over(state, failure):
+                    waiting[state.rollout.run, state.pool] += 1
+            elif state.position == "init":
+                waiting[state.rollout.run, state.pool] += 1
         if settled:
             await self._forget(set(nodes.owners()) - dead, nodes)
+        return waiting
 
-    async def _take_over(self, state: RolloutState, failure: Failure) -> None:
+    async def _take_over(self, state: RolloutState, failure: Failure) -> bool:
+        """Have a state replaced; whether INIT is to do it, for another attempt."""
         again = failure.retryable and state.attempt < state.max_attempts
         stage: StageName = "init" if again else "aggregate"
         where = state.pool if again else None
@@ -139,6 +149,7 @@ class Controller:
         msg_id = f"{state.rollout.rollout_id}.{state.step}.{stage}.takeover"
         subject = subjects.stage_subject(stage, where, state.rollout.run)
         await self._bus.publish(subject, encode(message), msg_id=msg_id)
+        return again
 
     async def _forget(self, without_states: set[str], nodes: LeaseView) -> None:
         """Delete consumers, messages and lease of dead places that no state names any more."""

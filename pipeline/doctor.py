@@ -23,6 +23,7 @@ from rollyard.pipeline.bus import Bus
 from rollyard.pipeline.config import Config
 from rollyard.pipeline.datafolder import DataFolder
 from rollyard.pipeline.kv import Bucket
+from rollyard.pipeline.pools import offer_hint, unserved
 from rollyard.pipeline.supervisor import claim_port
 from rollyard.schemas.errors import BusError, RollyardError, SetupError
 from rollyard.schemas.fleet import LlmServer
@@ -114,6 +115,21 @@ async def _no_connection(url: str) -> str:
     except ValueError as error:
         return f"cannot be reached: {error}"
     return ""
+
+
+async def workers(config: Config) -> Finding:
+    """Nothing waits for a sandbox backend that no living worker offers."""
+    offered = ", ".join(config.worker.backends)
+    try:
+        async with Bus.connect(config.nats.url, name="doctor", wait_s=1.0) as connection:
+            missing = await unserved(connection)
+    except BusError:
+        return Finding(check="workers", status="ok", found=f"offer {offered} when they run")
+    if missing:
+        found = ", ".join(f"{pool} ({count})" for pool, count in sorted(missing.items()))
+        found = f"rollouts wait for sandbox backends that no worker offers: {found}"
+        return Finding(check="workers", status="warn", found=found, mend=offer_hint(missing))
+    return Finding(check="workers", status="ok", found=f"here offer {offered}; nothing waits for another backend")
 
 
 async def data_folder(config: Config) -> Finding:
@@ -212,4 +228,15 @@ def _alive(pid: int) -> bool:
     return True
 
 
-CHECKS: list[Check] = [python, nats_server, bus, model_servers, data_folder, blobs, disk_space, gateway_port, llama_cpp]
+CHECKS: list[Check] = [
+    python,
+    nats_server,
+    bus,
+    model_servers,
+    workers,
+    data_folder,
+    blobs,
+    disk_space,
+    gateway_port,
+    llama_cpp,
+]

@@ -11,7 +11,9 @@ from msgspec import Meta, Struct
 from rollyard.pipeline.alarms import kinds_raised
 from rollyard.pipeline.bus import Bus
 from rollyard.pipeline.kv import Bucket
+from rollyard.pipeline.pools import unserved
 from rollyard.schemas import subjects
+from rollyard.schemas.alarm import NO_WORKER
 from rollyard.schemas.fleet import LlmServer, PolicyVersion
 from rollyard.schemas.rollout import RolloutState
 from rollyard.schemas.task import TaskProgress
@@ -35,6 +37,10 @@ class RunStatus(Struct, frozen=True, kw_only=True):
     ended: Annotated[dict[str, int] | None, Meta(description="ended rollouts by status; null: not asked for")] = None
     dead: Annotated[int, Meta(description="messages put aside in DEAD")] = 0
     alarms: Annotated[tuple[str, ...], Meta(description="kinds of alarms that it raised")] = ()
+    no_worker: Annotated[
+        dict[str, int],
+        Meta(description="rollouts waiting for a sandbox backend that no living worker offers, by backend"),
+    ] = {}
     policy_version: Annotated[int | None, Meta(description="newest that the trainer announced; null: none")] = None
     tokens: Annotated[int | None, Meta(description="tokens sampled so far; null: not known")] = None
     model_servers: Annotated[int | None, Meta(description="model servers in the pool; null: not known")] = None
@@ -70,6 +76,7 @@ async def run_status(bus: Bus, run: str, *, statuses: bool = True, tokens: int |
         ended=await _ended(bus, name) if statuses else None,
         dead=await _count(bus, subjects.DEAD, f"dead.*.{name}"),
         alarms=await kinds_raised(bus, run),
+        no_worker=await unserved(bus, run) if stages["init"] else {},
         policy_version=policy[0].version if policy else None,
         tokens=tokens,
         model_servers=len([key async for key, _, _ in Bucket[LlmServer](bus, subjects.LLM_SERVERS, LlmServer).items()]),
@@ -105,7 +112,11 @@ def render_status(status: RunStatus, previous: RunStatus | None, elapsed_s: floa
     stages = [f"{stage} {count}" for stage, count in status.stages.items()]
     ends = [f"{status.ended[key]} {key}" for key in sorted(status.ended)] if status.ended else []
     ends += [f"{status.dead} in DEAD"] if status.dead else []
-    ends += [f"ALARM {kind}: see `rollyard alarms`" for kind in status.alarms]
+    ends += [
+        f"waiting for a worker with the backend {pool}: {count}" for pool, count in sorted(status.no_worker.items())
+    ]
+    # That a worker is missing is said by the line above for as long as it is so; the alarm stays.
+    ends += [f"ALARM {kind}: see `rollyard alarms`" for kind in status.alarms if kind != NO_WORKER or status.no_worker]
     if status.model_servers == 0 and status.stages.get("run"):
         ends.append("no model server is registered: see `rollyard llm add`")
     waiting = [f"admit {status.tasks_waiting}"] if status.tasks_waiting else []

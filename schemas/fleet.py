@@ -12,15 +12,15 @@ from rollyard.schemas.task import SCHEMA_VERSION
 
 
 class Lease(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A process or place is alive; renewed well within `lease_s`. A value of `nodes` or `gateways`.
+    """A process, place or pool is alive; renewed well within `lease_s`. A value of `nodes`, `gateways` or `pools`.
 
     Readers measure the age of a lease by their own clock, from the moment at which they saw it change.
     """
 
-    owner: Annotated[str, Meta(description="place or gateway incarnation")]
+    owner: Annotated[str, Meta(description="place, gateway incarnation, or pool")]
     lease_s: Annotated[float, Meta(gt=0, description="seconds after which it is dead when not renewed")]
     renewal: Annotated[int, Meta(description="counts up at each renewal")] = 0
-    url: Annotated[str, Meta(description="base URL of a gateway, empty until it listens; empty for a place")] = ""
+    url: Annotated[str, Meta(description="base URL of a gateway, empty until it listens; else empty")] = ""
     schema_version: SchemaVersion = SCHEMA_VERSION
 
 

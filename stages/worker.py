@@ -113,7 +113,7 @@ def _places(backends: Iterable[SandboxBackend]) -> set[str]:
 
 
 async def _hold_places(stack: AsyncExitStack, context: StageContext, stages: Sequence[str]) -> None:
-    """Show that the places which this worker serves are alive, and keep their sandboxes from ending themselves."""
+    """Show that the places and pools that this worker serves live, and keep their sandboxes from ending themselves."""
     if not SANDBOX_STAGES & set(stages):
         return
     lease_s = context.config.worker.lease_s
@@ -124,6 +124,9 @@ async def _hold_places(stack: AsyncExitStack, context: StageContext, stages: Seq
         # One each: a daemon that hangs must not cost agents of another backend their lease.
         await stack.enter_async_context(_background(_renew_sandboxes(backend, lease_s / 3)))
     if "init" in stages:
+        for pool in context.backends:
+            lease = Lease(owner=pool, lease_s=lease_s)
+            await stack.enter_async_context(hold_lease(context.bus, subjects.POOLS, lease, release=False))
         await stack.enter_async_context(_background(sweep_orphans(context)))
 
 

@@ -85,7 +85,7 @@ def test_the_evaluation(beside_up: Path) -> None:
 
 def test_the_platform(beside_up: Path) -> None:
     lines = [shlex.split(line, comments=True) for line in block("sh", "rollyard controller").splitlines()]
-    assert len(lines) == 8
+    assert len(lines) == 9
     for words in lines:
         assert words[0] == "rollyard"
         assert parser().parse_args(words[1:]).run

@@ -107,6 +107,7 @@ async def test_a_snapshot_counts_this_run_only(bus: Bus) -> None:
         groups=1,
         ended={"completed": 2, "failed": 1},
         dead=1,
+        no_worker={"local": 1},
         policy_version=7,
         model_servers=0,
     )

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 PLAIN_EVERY_S = 5.0
 LIVE_EVERY_S = 0.5
 LOOK_BACK_S = 30.0
+WORKERS_WAIT_S = 2.0
 
 
 def add(commands: Commands) -> None:
@@ -84,16 +85,21 @@ def run_submit(args: argparse.Namespace) -> int:
 
 async def _submit(args: argparse.Namespace, config: Config, tasks: list[Task], policy: SamplePolicy | None) -> int:
     from rollyard.pipeline.client import Client
+    from rollyard.pipeline.pools import not_offered, offer_hint
 
     async with connected(config) as bus:
         client = Client(bus, args.run_name, training=not args.evaluation, samples=policy)
         report = await client.submit(tasks)
+        missing = await not_offered(bus, {task.sandbox.backend for task in tasks}, WORKERS_WAIT_S)
     if args.json:
         print(to_json({"run": args.run_name, "accepted": report.accepted, "repeated": report.repeated}))
     else:
         repeated = f", {report.repeated} were there already" if report.repeated else ""
         noun = "task" if report.accepted == 1 else "tasks"
         print(f"{report.accepted} {noun} published to run {args.run_name}{repeated}.")
+    if missing:
+        what = f"no worker offers the sandbox backend {', '.join(missing)} now, so tasks with it wait"
+        print(f"warning: {what}\n  fix: {offer_hint(missing)}", file=sys.stderr)
     return 0
 
 
