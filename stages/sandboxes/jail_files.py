@@ -19,8 +19,9 @@ from rollyard.harnesses.harness import Command
 from rollyard.schemas.errors import SandboxError
 from rollyard.stages.images.packer import without
 from rollyard.stages.sandbox import check_path
+from rollyard.stages.sandboxes.census import VARIABLE
 from rollyard.stages.sandboxes.inside_archive import checked_archive
-from rollyard.stages.sandboxes.marked import VARIABLE, MarkedProcesses
+from rollyard.stages.sandboxes.marked import MarkedProcesses
 from rollyard.stages.sandboxes.shim import Launch, data_file
 
 TRANSFER_S: Final = 600.0

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from rollyard.schemas.errors import SandboxError
-from rollyard.stages.sandboxes.marked import VARIABLE, at_work
+from rollyard.stages.sandboxes.census import VARIABLE, at_work
 from rollyard.stages.sandboxes.shim import DATA_FD, DEFAULT_SIGNALS, living_pid, lock_shared, start_time
 
 READY: Final = b"ready\n"

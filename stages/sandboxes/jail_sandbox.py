@@ -29,14 +29,15 @@ from rollyard.stages.sandbox import (
     Stats,
 )
 from rollyard.stages.sandboxes import jail_layer
+from rollyard.stages.sandboxes.census import VARIABLE
 from rollyard.stages.sandboxes.door import GATEWAY_URL
+from rollyard.stages.sandboxes.families import namespace_of
 from rollyard.stages.sandboxes.files import remove_tree
 from rollyard.stages.sandboxes.folder import nonce_of, put_aside
 from rollyard.stages.sandboxes.jail import Jail, command_line, options
 from rollyard.stages.sandboxes.jail_files import JailFiles
 from rollyard.stages.sandboxes.jail_holder import PATH, Holder
-from rollyard.stages.sandboxes.jail_kin import kill_members, kill_strays, members, namespace_of
-from rollyard.stages.sandboxes.marked import VARIABLE
+from rollyard.stages.sandboxes.jail_kin import kill_members, kill_strays, members
 from rollyard.stages.sandboxes.memory import Watched
 from rollyard.stages.sandboxes.shim import DATA_FD, Launch, file_blocks
 from rollyard.stages.sandboxes.shimmed import ShimmedProcesses

@@ -45,9 +45,9 @@ from rollyard.stages.sandbox import (
     Stats,
     check_path,
 )
+from rollyard.stages.sandboxes.census import VARIABLE
 from rollyard.stages.sandboxes.files import read_inside, remove_tree, unpack_inside, write_files
 from rollyard.stages.sandboxes.folder import SandboxRoot, boot_id, nonce_of, put_aside, this_machine
-from rollyard.stages.sandboxes.marked import VARIABLE
 from rollyard.stages.sandboxes.settings import BackendSettings
 from rollyard.stages.sandboxes.shim import Launch, ShimSettings, file_blocks
 from rollyard.stages.sandboxes.shimmed import Host, ShimmedProcesses, check_shell_variables

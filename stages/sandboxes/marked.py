@@ -15,27 +15,21 @@ from contextlib import suppress
 from typing import Final
 
 from rollyard.schemas.errors import SandboxError
-from rollyard.stages.sandboxes.jail_kin import Families
+from rollyard.stages.sandboxes.census import CENSUS, VARIABLE, Key, at_work
+from rollyard.stages.sandboxes.families import Families
 
-VARIABLE: Final = "ROLLYARD_PROCESS"
 ROUNDS: Final = 20
 PAUSE: Final = 3.0
+MAX_PAUSE_S: Final = 0.1
 
 Target = tuple[str, int | None]
 """A mark, and a user namespace."""
-
-_NEEDLE: Final = VARIABLE.encode() + b"="
-_CHUNK_BYTES: Final = 8192
-_EXEC_LOOKS: Final = 100
-_EXEC_PAUSE_S: Final = 0.001
-_PF_EXITING: Final = 0x4
-_PF_KTHREAD: Final = 0x0020_0000
 
 
 class MarkedProcesses:
     """Kills processes by mark. One look over /proc serves all who ask meanwhile.
 
-    A look costs about 10 us a process of the machine, so after each one follows a pause of three times its length.
+    After each look follows a pause of three times its length.
     """
 
     def __init__(self) -> None:
@@ -48,9 +42,11 @@ class MarkedProcesses:
 
         Raises SandboxError when new ones come faster than they can be killed.
         """
-        for _ in range(ROUNDS):
+        for number in range(ROUNDS):
             if not await self._next_look((mark, namespace)):
                 return
+            # The killed die in their own time.
+            await asyncio.sleep(min(0.001 * 2**number, MAX_PAUSE_S))
         raise SandboxError(
             f"processes marked {mark!r} start new ones faster than they can be killed",
             hint=f"look for {VARIABLE}={mark} in /proc/*/environ",
@@ -85,93 +81,32 @@ def kill_once(targets: Collection[Target]) -> dict[Target, int]:
             by_namespace.setdefault(target[1], []).append(target)
     killed = dict.fromkeys(targets, 0)
     families = Families() if by_namespace else None
-    seen: set[str] = set()
+    seen: set[Key] = set()
     # A process may start another one and end between the listing and the look at it: list until nothing is new.
-    while new := _processes() - seen:
+    while new := CENSUS.processes() - seen:
         seen |= new
-        for entry in new:
-            found = set(by_namespace.get(families.of(entry), ())) if families is not None else set()
-            if found and not at_work(entry):
+        for process in new:
+            found: set[Target] = set()
+            if mark := CENSUS.mark(process):
+                found.update(by_mark.get(mark, ()), by_mark.get(_sandbox_of(mark), ()))
+            if families is not None and (family := CENSUS.family(process, families)) is not None:
+                found.update(by_namespace.get(family, ()))
+            if not found or not at_work(process[0]):
                 continue
-            if not found:
-                value = _mark_of(entry)
-                whole = value.partition(b".")[0] + b"."
-                found = {target for mark in (value, whole) for target in by_mark.get(mark, ())}
-            if found:
-                with suppress(ProcessLookupError):
-                    os.kill(int(entry), signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(int(process[0]), signal.SIGKILL)
             for target in found:
                 killed[target] += 1
     return killed
 
 
 def marked_processes(mark: str) -> list[str]:
-    """The ids of the processes that carry `mark`, which is as for `kill`."""
+    """The ids of the living processes that carry `mark`, which is as for `kill`."""
     wanted = mark.encode()
-    return [entry for entry in _processes() if _mark_of(entry).startswith(wanted)]
+    return [
+        process[0] for process in CENSUS.processes() if CENSUS.mark(process).startswith(wanted) and at_work(process[0])
+    ]
 
 
-def at_work(pid: str) -> bool:
-    """Whether a process lives and is not about to end."""
-    with suppress(OSError):
-        return _lives(_stat(pid))
-    return False
-
-
-def _processes() -> set[str]:
-    """Process ids as /proc lists them; none where there is no /proc."""
-    with suppress(FileNotFoundError):
-        return {entry for entry in os.listdir("/proc") if entry.isdigit()}  # noqa: PTH208 - Path objects cost thrice
-    return set()
-
-
-def _mark_of(pid: str) -> bytes:
-    """The mark that a process carries; empty when it has none, is a zombie, or belongs to somebody else."""
-    with suppress(OSError):
-        environment = _environment(pid)
-        for _ in range(_EXEC_LOOKS):
-            # Asked before the environment is read again: `execve` may end between the two.
-            if environment or (executing := _executing(pid)) is None:
-                break
-            environment = _environment(pid)
-            if not executing:
-                break
-            time.sleep(_EXEC_PAUSE_S)
-        before, found, after = environment.partition(_NEEDLE)
-        if found and before[-1:] in (b"", b"\0"):
-            return after.partition(b"\0")[0]
-    return b""
-
-
-def _environment(pid: str) -> bytes:
-    file = os.open(f"/proc/{pid}/environ", os.O_RDONLY)
-    try:
-        environment = chunk = os.read(file, _CHUNK_BYTES)
-        while len(chunk) == _CHUNK_BYTES:
-            environment += (chunk := os.read(file, _CHUNK_BYTES))
-        return environment
-    finally:
-        os.close(file)
-
-
-def _executing(pid: str) -> bool | None:
-    """Whether a process is in the middle of `execve`, when it has no environment yet; None: it will never have one.
-
-    See proc(5), stat.
-    """
-    fields = _stat(pid)
-    return fields[48] == b"0" if _lives(fields) else None
-
-
-def _stat(pid: str) -> list[bytes]:
-    """The fields of a process from its state on, which is field 3 of proc(5). Raises OSError."""
-    file = os.open(f"/proc/{pid}/stat", os.O_RDONLY)
-    try:
-        return os.read(file, 4096).rpartition(b") ")[2].split()
-    finally:
-        os.close(file)
-
-
-def _lives(fields: list[bytes]) -> bool:
-    """Whether that is a program at work: no kernel thread, and neither dead nor about to be."""
-    return fields[0] not in (b"Z", b"X") and not int(fields[6]) & (_PF_KTHREAD | _PF_EXITING)
+def _sandbox_of(mark: bytes) -> bytes:
+    return mark.partition(b".")[0] + b"."

@@ -18,9 +18,10 @@ from typing import Final, Protocol
 from rollyard.harnesses.harness import Command
 from rollyard.schemas.errors import SandboxError
 from rollyard.stages.sandbox import ExecResult, ProcessEnd
+from rollyard.stages.sandboxes.census import VARIABLE
 from rollyard.stages.sandboxes.files import tail
 from rollyard.stages.sandboxes.folder import CONTROL, nonce_of
-from rollyard.stages.sandboxes.marked import VARIABLE, MarkedProcesses
+from rollyard.stages.sandboxes.marked import MarkedProcesses
 from rollyard.stages.sandboxes.shim import Children, Launch, Shim, ShimSettings
 
 MIN_POLL_S: Final = 0.02

@@ -22,8 +22,10 @@ from rollyard.schemas.sandbox import Limits
 from rollyard.stages.sandbox import Change, Labels, Mount, Plan, ProcessEnd
 from rollyard.stages.sandboxes import jail_setup
 from rollyard.stages.sandboxes.bubblewrap import BubblewrapBackend
+from rollyard.stages.sandboxes.census import at_work
+from rollyard.stages.sandboxes.families import namespace_of
 from rollyard.stages.sandboxes.folder import nonce_of
-from rollyard.stages.sandboxes.jail_kin import kin, lives, members, namespace_of
+from rollyard.stages.sandboxes.jail_kin import kin, members
 from rollyard.stages.sandboxes.jail_sandbox import BubblewrapSandbox
 from rollyard.stages.sandboxes.jail_settings import DEFAULT_UID, BubblewrapSettings
 from rollyard.stages.sandboxes.marked import marked_processes
@@ -86,7 +88,7 @@ def holder(sandbox: BubblewrapSandbox) -> int:
 
 def living(namespace: int | None) -> list[int]:
     """The processes of a sandbox, without those that are dead already."""
-    return [pid for pid in kin().get(namespace or 0, []) if lives(pid)]
+    return [pid for pid in kin().get(namespace or 0, []) if at_work(pid)]
 
 
 def running(sandbox: BubblewrapSandbox) -> list[int]:
@@ -435,15 +437,27 @@ async def test_the_deadline_of_a_sandbox_ends_everything(backend: BubblewrapBack
         await sandbox.exec("true", timeout_s=10)
 
 
-async def test_a_killed_shim_takes_its_jail_with_it(sandbox: BubblewrapSandbox) -> None:
+async def killed_shim(sandbox: BubblewrapSandbox, processes: int) -> None:
+    """Start an agent, and kill its shim as soon as the jail has that many processes."""
     await sandbox.start("agent", Command(("sh", "-c", "setsid sleep 1000 & sleep 1000")), deadline_s=60)
     record = Path(sandbox.ref.handle) / "control/agent/pid"
     await until(lambda: record.exists() and record.read_text().endswith("\n"))
+    await until(lambda: len(running(sandbox)) >= processes)
     pid = record.read_text().split()[0]
     shim = int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1])
     os.kill(shim, signal.SIGKILL)
+
+
+async def test_a_killed_shim_takes_its_jail_with_it(sandbox: BubblewrapSandbox) -> None:
+    await killed_shim(sandbox, 4)
     await until(lambda: not running(sandbox))
     assert await sandbox.wait("agent") == ProcessEnd(None, "lost")
+
+
+async def test_a_jail_that_was_not_bound_to_its_shim_yet_is_ended_by_who_waits(sandbox: BubblewrapSandbox) -> None:
+    await killed_shim(sandbox, 0)
+    assert await sandbox.wait("agent") == ProcessEnd(None, "lost")
+    await until(lambda: not running(sandbox))
 
 
 TAKE_OVER = """
