@@ -64,6 +64,11 @@ class CheckedHarness:
             found: object = self._harness.command(context)
             if not isinstance(found, Command) or not _is_command(found):
                 raise _wrong(who, found, "a Command of texts, with its argv as a tuple")
+            if any("\0" in text for text in (*found.argv, *found.env, *found.env.values())):
+                raise HarnessError(
+                    f"{who}: an argument or variable holds a NUL, as the prompt may, which no program can be given",
+                    hint="hand it over as a file: {prompt_file} of the harness command",
+                )
             return Command(tuple(found.argv), dict(found.env), found.stdin)
 
     async def result(

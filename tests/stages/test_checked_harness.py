@@ -30,6 +30,7 @@ WAYS: dict[str, Any] = {
     "no unicode": {"a": "\ud800"},
     "one line": Command("ls -l"),  # type: ignore[arg-type]
     "a number as a variable": Command(("true",), {"N": 5}),  # type: ignore[dict-item]
+    "a NUL": Command(("echo", "a\0b")),
     "a broken result": AgentResult(exit_code=0, answer=5),  # type: ignore[arg-type]
     "a number as a bundle": Needs(bundle=5),  # type: ignore[arg-type]
 }
@@ -178,6 +179,7 @@ async def test_one_that_cannot_be_made(crew: Any) -> None:
         ("result", "wants to end the process", "SystemExit(3)"),
         ("command", "one line", "returned Command(argv='ls -l'"),
         ("command", "a number as a variable", "returned Command("),
+        ("command", "a NUL", "holds a NUL"),
         ("result", "a broken result", "Expected `str`, got `int`"),
     ],
 )
