@@ -78,6 +78,7 @@ class AgentRun:
             attempt=state.attempt,
             worker=stage.worker,
             sandbox=sandbox,
+            read_progress=partial(_progress, harness, sandbox) if sandbox is not None else None,
             read_calls=partial(read_calls, stage.bus, state.rollout, state.attempt),
         )
         return cls(
@@ -152,6 +153,7 @@ class AgentRun:
         stdout, stderr = await sandbox.output(AGENT, MAX_OUTPUT_BYTES)
         try:
             result = await self.harness.result(self.agent, end.exit_code, stdout, stderr, sandbox.read_file)
+            result = msgspec.structs.replace(result, metrics=self.harness.progress(stdout, stderr) | result.metrics)
         except HarnessError as error:
             # No budget explains it, and what the agent wrote is kept all the same.
             return AgentResult(exit_code=end.exit_code), Failure.of("agent", error.message, error.hint)
@@ -230,3 +232,8 @@ class AgentRun:
 
 async def _cannot_end(reason: str) -> None:
     raise SandboxError("there is no agent's process to end", hint="the agent runs in the worker, or by a handler")
+
+
+async def _progress(harness: CheckedHarness, sandbox: Sandbox) -> dict[str, float]:
+    """How far the agent is. Raises HarnessError, SandboxError."""
+    return harness.progress(*await sandbox.output(AGENT, MAX_OUTPUT_BYTES))

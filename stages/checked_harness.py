@@ -10,11 +10,21 @@ from typing import Any, Final
 
 import msgspec
 
-from rollyard.harnesses.harness import AgentContext, Command, Harness, Needs, ReadFile, needs_of, open_harness
+from rollyard.harnesses.harness import (
+    AgentContext,
+    Command,
+    Harness,
+    Needs,
+    ReadFile,
+    needs_of,
+    open_harness,
+    progress_of,
+)
 from rollyard.schemas.errors import HarnessError, TaskError
 from rollyard.schemas.rollout import AgentResult
 from rollyard.stages.boundary import boundary, outcome
 from rollyard.stages.bounded import TooSlow
+from rollyard.stages.evaluator import finite
 
 RESULT_S: Final = 120.0
 """How long `result` may take, which reads files of the sandbox after the agent's own time is over."""
@@ -84,6 +94,15 @@ class CheckedHarness:
             raise HarnessError(
                 f"{who} took longer than {RESULT_S:g} s", hint="let it read less; the agent's time does not count here"
             ) from None
+
+    def progress(self, stdout: bytes, stderr: bytes) -> dict[str, float]:
+        """How far an agent is, by the ends of its output so far. A harness need not say."""
+        who = self._who("progress")
+        with boundary(who, HarnessError, HINT):
+            found: object = progress_of(self._harness, stdout, stderr)
+            if not isinstance(found, Mapping):
+                raise _wrong(who, found, "a mapping of names to numbers")
+            return {str(name): finite(number) for name, number in found.items()}
 
     async def work(self, context: AgentContext) -> AgentResult:
         """The agent's work, of a harness that starts no process."""

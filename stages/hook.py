@@ -81,6 +81,7 @@ class HookContext:
     end_agent: Callable[[str], Awaitable[None]] | None = None
     """Of `during_run`: ends the agent; the rollout is truncated, class agent_budget, for that reason."""
     read_calls: Callable[[], Awaitable[list[CallIntent | CallEnd]]] | None = None
+    read_progress: Callable[[], Awaitable[dict[str, float]]] | None = None  # None: the agent has no process
     closed: bool = False
 
     def add_metric(self, name: str, value: float) -> None:

@@ -81,6 +81,23 @@ class Hanging(Own):
             self.ended.set()
 
 
+class Counting(Own):
+    """It tells how far the agent is; what it makes of the end goes before."""
+
+    def progress(self, stdout: bytes, stderr: bytes) -> Any:
+        return {"words": len(stdout.split()), "turns": 1}
+
+    async def result(self, context: Any, exit_code: Any, *_: Any) -> Any:
+        return AgentResult(exit_code=exit_code, metrics={"turns": 2.0})
+
+
+class Confused(Own):
+    """Its progress is no number."""
+
+    def progress(self, stdout: bytes, stderr: bytes) -> Any:
+        return {"words": float("nan")}
+
+
 class Plain(Own):
     """Its `result` is not async."""
 
@@ -226,3 +243,13 @@ async def test_one_that_works_is_left_alone(crew: Any) -> None:
 async def test_one_that_works_in_the_worker(crew: Any, way: str) -> None:
     state = await ran(crew, task(Inside, "none", work=way))
     check(state, "agent", f"work of the harness '{__name__}:Inside'")
+
+
+async def test_how_far_it_came_is_kept(crew: Any) -> None:
+    state = await ran(crew, task(Counting))
+    result = (await crew.life(state.rollout))[-1].result
+    assert result.metrics == {"words": 1.0, "turns": 2.0}
+
+
+async def test_progress_that_is_no_number(crew: Any) -> None:
+    check(await ran(crew, task(Confused)), "agent", "progress of the harness")
