@@ -27,12 +27,14 @@ exit 1
 """
 
 
-async def start_forwarder(sandbox: InsideSandbox, argv: Sequence[str], *, deadline_s: float) -> None:
-    """Start it as a process of the sandbox, once, and wait until it listens. Raises SandboxError."""
-    await sandbox.start(FORWARDER, Command(tuple(argv)), deadline_s=deadline_s)
+async def start_forwarder(
+    sandbox: InsideSandbox, argv: Sequence[str], *, name: str = FORWARDER, deadline_s: float
+) -> None:
+    """Start it as the process `name` of the sandbox, once, and wait until it listens. Raises SandboxError."""
+    await sandbox.start(name, Command(tuple(argv)), deadline_s=deadline_s)
     listens = await sandbox.exec(_LISTENS, timeout_s=WAIT_S)
     if listens.exit_code != 0:
-        _, said = await sandbox.output(FORWARDER, 500)
+        _, said = await sandbox.output(name, 500)
         raise SandboxError(
             "the way to the gateway could not be opened in the sandbox: "
             + (said.decode(errors="replace").strip() or "its forwarder does not listen"),
