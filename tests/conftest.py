@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -40,11 +41,14 @@ from rollyard.stages.sandbox import open_backend
 from rollyard.stages.stage import StageContext
 from rollyard.stages.worker import run_worker
 
-# The machines of CI are shared: how long an example takes says nothing.
 # How long one example takes says nothing on a shared machine. CI tries the same examples each time, so that a change
 # lands by what it does; everybody else tries new ones.
 settings.register_profile("rollyard", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("rollyard")
+
+# What a script starts in the background ignores Ctrl-C, and so would every shell that a test starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

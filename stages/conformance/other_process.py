@@ -59,3 +59,6 @@ async def _act(asked: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     json.dump(asyncio.run(_act(json.load(sys.stdin))), sys.stdout)
+    sys.stdout.flush()
+    # The threads of E2B's SDK abort an interpreter that is ending, now and then (before Python 3.13).
+    os._exit(0)

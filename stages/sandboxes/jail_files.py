@@ -192,7 +192,7 @@ async def _write(child: asyncio.subprocess.Process, data: bytes) -> None:
 async def _first(
     stream: asyncio.StreamReader | None, max_bytes: int, child: asyncio.subprocess.Process | None = None
 ) -> bytes:
-    """The first bytes of a stream. All of it is read, but with `child`, which is killed when there is more."""
+    """The first bytes of a stream, which is read to its end. `child` is killed when there is more."""
     assert stream is not None
     data = bytearray()
     while chunk := await stream.read(CHUNK_BYTES):
@@ -200,7 +200,6 @@ async def _first(
         if len(data) >= max_bytes and child is not None:
             with suppress(ProcessLookupError):
                 child.kill()
-            break
     return bytes(data)
 
 

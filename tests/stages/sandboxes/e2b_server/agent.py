@@ -183,8 +183,8 @@ def main():
     channel = socket.socket(fileno=os.dup(0))
     os.set_inheritable(channel.fileno(), False)
     group = os.fork()
+    os.setpgid(group, group)  # by both, since each may be the first to need it
     if not group:
-        os.setpgid(0, 0)
         channel.close()
         os.close(0)
         while True:
