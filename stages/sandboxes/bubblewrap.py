@@ -26,9 +26,9 @@ from rollyard.stages.images.store import ImageStore
 from rollyard.stages.sandbox import DEFAULT_PLAN, Labels, Plan
 from rollyard.stages.sandboxes.door import Doors, check_relay
 from rollyard.stages.sandboxes.folder import SandboxRoot, boot_id, nonce_of, this_machine
-from rollyard.stages.sandboxes.jail import Jail, Tools, holder_line
+from rollyard.stages.sandboxes.jail import Tools, holder_line
 from rollyard.stages.sandboxes.jail_holder import Holder
-from rollyard.stages.sandboxes.jail_plan import plan_jail
+from rollyard.stages.sandboxes.jail_plan import Planned, plan_jail
 from rollyard.stages.sandboxes.jail_sandbox import BubblewrapSandbox, read_jail
 from rollyard.stages.sandboxes.jail_settings import BubblewrapSettings
 from rollyard.stages.sandboxes.jail_setup import find_tools, holder_script, probe
@@ -138,9 +138,10 @@ class BubblewrapBackend:
         folder = await asyncio.to_thread(self.folders.make, labels, ("state",), open_to_all=self.uid is not None)
         sandbox: BubblewrapSandbox | None = None
         try:
-            jail, pid, said = await asyncio.to_thread(self._start, folder, plan)
+            planned = await asyncio.to_thread(self._plan, folder, plan)
+            pid, said = self._start(folder, planned)
             self.host.children.adopt(pid)
-            sandbox = BubblewrapSandbox(self, folder, jail)
+            sandbox = BubblewrapSandbox(self, folder, planned.jail)
             await sandbox.holder.ready(said)
             if plan.network == "gateway" and self._doors is not None:
                 await self._doors.open(pid, nonce_of(folder))
@@ -149,16 +150,22 @@ class BubblewrapBackend:
             raise
         return sandbox
 
-    def _start(self, folder: Path, plan: Plan) -> tuple[Jail, int, int]:
-        """Start the holder of a new sandbox; returns its process id, and where it says that it is ready."""
+    def _plan(self, folder: Path, plan: Plan) -> Planned:
         planned = plan_jail(self.settings, self.images, plan, folder, self.uid)
         (folder / "jail.json").write_bytes(msgspec.json.encode(planned.jail))
+        return planned
+
+    def _start(self, folder: Path, planned: Planned) -> tuple[int, int]:
+        """Start the holder of a new sandbox; returns its process id, and where it says that it is ready.
+
+        On the thread of the event loop: what asyncio starts has inheritable files for a moment, and a holder that got
+        one would keep it open, so that the output of another process would not end before this sandbox does.
+        """
         line = holder_line(planned.jail, self.tools, holder_script(), planned.keeping)
         try:
-            pid, said = Holder(folder, self.shims.boot_id).spawn(line, f"{nonce_of(folder)}.", planned.lock)
+            return Holder(folder, self.shims.boot_id).spawn(line, f"{nonce_of(folder)}.", planned.lock)
         except OSError as error:
             raise SandboxError(f"the holder of a sandbox cannot be started: {error}") from error
-        return planned.jail, pid, said
 
     async def _undo(self, folder: Path, sandbox: BubblewrapSandbox | None) -> None:
         with suppress(SandboxError):

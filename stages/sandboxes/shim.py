@@ -116,14 +116,23 @@ class ShimSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class Prepared:
+    """A shim that can be started: its name among those that try, its input, and files to hand over: lock, data."""
+
+    token: str
+    stdin: Path
+    files: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Shim:
     """One process of a sandbox, as its control folder shows it."""
 
     folder: Path
     mark: str
 
-    def spawn(self, launch: Launch, deadline_s: float, settings: ShimSettings) -> tuple[int, str]:
-        """Start a shim that will try to claim this process; returns its pid and its token. Raises SandboxError."""
+    def prepare(self, launch: Launch) -> Prepared:
+        """Make the files that a shim needs which will try to claim this process. Raises SandboxError."""
         token = secrets.token_hex(8)
         stdin = Path(os.devnull)
         files: list[int] = []
@@ -133,16 +142,28 @@ class Shim:
                 stdin = self.folder / f"stdin.{token}"
                 stdin.write_bytes(launch.stdin)
             files.append(_locked(self.folder / f"lock.{token}", os.O_CREAT))
-            actions = [
-                *((os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in (0, 1, 2)),
-                (os.POSIX_SPAWN_DUP2, files[0], LOCK_FD),
-            ]
             if (data := data_file(launch)) is not None:
                 files.append(data)
-                actions.append((os.POSIX_SPAWN_DUP2, data, DATA_FD))
-            pid = os.posix_spawn(
+        except OSError as error:
+            for file in files:
+                os.close(file)
+            raise self._cannot_start(launch, error) from error
+        return Prepared(token, stdin, tuple(files))
+
+    def spawn(self, launch: Launch, prepared: Prepared, deadline_s: float, settings: ShimSettings) -> int:
+        """Start that shim; returns its pid. Raises SandboxError.
+
+        To be called on the thread of the event loop: what asyncio starts has inheritable files for a moment, and an
+        agent that got one could write into it, and would keep it open.
+        """
+        actions = [
+            *((os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in (0, 1, 2)),
+            *((os.POSIX_SPAWN_DUP2, file, at) for file, at in zip(prepared.files, (LOCK_FD, DATA_FD), strict=False)),
+        ]
+        try:
+            return os.posix_spawn(
                 settings.shell,
-                self._argv(launch, stdin, token, deadline_s, settings) + list(launch.argv),
+                self._argv(launch, prepared, deadline_s, settings) + list(launch.argv),
                 launch.env,
                 file_actions=actions,
                 setsid=True,
@@ -150,23 +171,25 @@ class Shim:
                 setsigmask=(),
             )
         except (OSError, ValueError) as error:
-            raise SandboxError(
-                f"the process {self.folder.name!r} cannot be started in {launch.cwd}: {error}",
-                hint="is the sandbox still there? Command and environment hold no NUL and are at most 128 KiB each",
-            ) from error
+            raise self._cannot_start(launch, error) from error
         finally:
-            for file in files:
+            for file in prepared.files:
                 os.close(file)
-        return pid, token
 
-    def _argv(self, launch: Launch, stdin: Path, token: str, deadline_s: float, settings: ShimSettings) -> list[str]:
+    def _cannot_start(self, launch: Launch, error: Exception) -> SandboxError:
+        return SandboxError(
+            f"the process {self.folder.name!r} cannot be started in {launch.cwd}: {error}",
+            hint="is the sandbox still there? Command and environment hold no NUL and are at most 128 KiB each",
+        )
+
+    def _argv(self, launch: Launch, prepared: Prepared, deadline_s: float, settings: ShimSettings) -> list[str]:
         blocks = file_blocks(settings.max_file_bytes) if launch.file_blocks is None else launch.file_blocks
         return [
             "sh",
-            *map(str, (SCRIPT, self.folder, launch.cwd, stdin, settings.lease)),
+            *map(str, (SCRIPT, self.folder, launch.cwd, prepared.stdin, settings.lease)),
             *(str(max(1, round(seconds * 1000))) for seconds in (settings.lease_s, deadline_s)),
             self.mark,
-            token,
+            prepared.token,
             settings.boot_id,
             str(blocks),
             settings.setsid,

@@ -176,8 +176,9 @@ class ShimmedProcesses:
         return Shim(self._folder / CONTROL / name, self.mark(name))
 
     async def _spawn(self, shim: Shim, launch: Launch, deadline_s: float) -> tuple[str, asyncio.Event]:
-        pid, token = await asyncio.to_thread(shim.spawn, launch, deadline_s, self._host.shims)
-        return token, self._host.children.adopt(pid)
+        prepared = await asyncio.to_thread(shim.prepare, launch)
+        pid = shim.spawn(launch, prepared, deadline_s, self._host.shims)
+        return prepared.token, self._host.children.adopt(pid)
 
     async def _end(self, shim: Shim) -> None:
         """Kill the agent until its shim has seen it, or is dead itself."""

@@ -8,9 +8,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import images
 import pytest
@@ -230,6 +232,26 @@ async def test_networks(backend: BubblewrapBackend, tree: str) -> None:
     assert closed.gateway_url is None
     with pytest.raises(SandboxError, match="there is no relay"):
         await backend.create(LABELS, Plan(image=tree, network="gateway"))
+
+
+async def test_nothing_is_started_beside_the_event_loop(
+    backend: BubblewrapBackend, tree: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What uvloop starts has inheritable files for a moment. What another thread starts then keeps them open."""
+    threads = []
+    spawn = os.posix_spawn
+
+    def noting(*arguments: Any, **options: Any) -> int:
+        threads.append(threading.current_thread())
+        return spawn(*arguments, **options)
+
+    monkeypatch.setattr(os, "posix_spawn", noting)
+    sandbox = await backend.create(LABELS, Plan(image=tree, network="none"))
+    await sandbox.exec("true", timeout_s=30)
+    await sandbox.start("agent", Command(("true",), {}), deadline_s=30)
+    await sandbox.wait("agent")
+    assert len(threads) >= 3
+    assert set(threads) == {threading.main_thread()}
 
 
 async def test_a_snapshot_is_an_image(backend: BubblewrapBackend, sandbox: BubblewrapSandbox) -> None:
