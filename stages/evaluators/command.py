@@ -86,9 +86,8 @@ class CommandRule(RuleArgs, frozen=True, kw_only=True):
         except (ValueError, TypeError, EvaluationError) as error:
             _, errors = await sandbox.output(context.process, _SHOWN_OUTPUT_BYTES)
             found = error.message if isinstance(error, EvaluationError) else str(error)
-            raise EvaluationError(
-                f"the reward file {path!r} {found}; the command wrote: {errors.decode(errors='replace')}"
-            ) from None
+            wrote = errors.decode(errors="replace").strip() or "nothing"
+            raise EvaluationError(f"the reward file {path!r} {found}; the command wrote: {wrote}") from None
 
 
 def _verdict(text: bytes | None) -> Verdict:

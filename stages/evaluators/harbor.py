@@ -94,13 +94,14 @@ class Harbor(RuleArgs, frozen=True, kw_only=True):
         except VerifierLate as late:
             if self.timeout_reward is not None:
                 return Verdict(self.timeout_reward, {"timed_out": 1.0})
-            tail = await said_by(context, sandbox, _SHOWN_CHARS)
-            raise VerifierLate(f"{late.message}; it had written: {tail[-_SHOWN_CHARS:]}", hint=late.hint) from None
+            tail = (await said_by(context, sandbox, _SHOWN_CHARS))[-_SHOWN_CHARS:].strip() or "nothing"
+            raise VerifierLate(f"{late.message}; it had written: {tail}", hint=late.hint) from None
         said = await said_by(context, sandbox, MAX_LOG_CHARS)
         try:
             rewards = await self._read(sandbox, f"{logs}/verifier")
         except EvaluationError as error:
-            raise EvaluationError(f"{error.message}; test.sh wrote: {said[-_SHOWN_CHARS:]}", hint=error.hint) from None
+            tail = said[-_SHOWN_CHARS:].strip() or "nothing"
+            raise EvaluationError(f"{error.message}; test.sh wrote: {tail}", hint=error.hint) from None
         return Verdict.of(rewards, self.main, log=said)
 
     async def _read(self, sandbox: Sandbox, folder: str) -> Mapping[str, float]:
