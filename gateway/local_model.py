@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 import aiohttp
 
@@ -70,8 +70,8 @@ def verify(path: Path) -> None:
         )
 
 
-def serve(path: Path, port: int, *, slots: int = 4, context: int = 8192, out: IO[str] = sys.stdout) -> None:
-    """Serve the model until a signal or the parent's end. Blocks; must run in the main thread.
+def serve(path: Path, port: int, *, slots: int = 4, context: int = 8192, out: IO[str] = sys.stdout) -> NoReturn:
+    """Serve the model until a signal or the parent's end, then exit with 0. Must run in the main thread.
 
     `port` 0 takes a free one; `context` tokens are shared by the slots. Raises SetupError when the port is busy or
     llama.cpp is missing.
@@ -105,7 +105,9 @@ def serve(path: Path, port: int, *, slots: int = 4, context: int = 8192, out: IO
     print_line(server.listening_address, out)
     while not ended.wait(_PARENT_CHECK_S) and os.getppid() == parent:
         pass
-    del server
+    # Not by the server's destructor: one that comes before the server's first accept waits for ever.
+    out.flush()
+    os._exit(0)
 
 
 def print_line(line: str, out: IO[str]) -> None:
@@ -208,7 +210,6 @@ def main(argv: list[str] | None = None) -> int:
     except RollyardError as error:
         print_line(f"error: {error}", sys.stderr)
         return error.exit_code
-    return 0
 
 
 if __name__ == "__main__":

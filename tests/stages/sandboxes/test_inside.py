@@ -388,7 +388,7 @@ async def test_a_dead_shim_makes_a_lost_process_of_which_nothing_is_left(sandbox
 
 async def test_a_process_whose_control_files_are_gone_is_found_by_its_mark(sandbox: InsideSandbox) -> None:
     nap = a_sleep()
-    await sandbox.start("agent", sh(f"rm -rf {sandbox._inside.control!r}; sleep {nap}"), deadline_s=60)
+    await sandbox.start("agent", sh(f"sleep 0.3; rm -rf {sandbox._inside.control!r}; sleep {nap}"), deadline_s=60)
     await until(lambda: running(nap))
     assert await sandbox.wait("agent") == ProcessEnd(None, "lost")
     assert running(nap) == []
