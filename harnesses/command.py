@@ -27,6 +27,9 @@ PLACEHOLDERS: Final = (
     "time_limit_s",
 )
 
+# What stands between quotes or behind a backslash is an argument in any case.
+_QUOTED: Final = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.""", re.DOTALL)
+_OPERATOR: Final = re.compile(r"(?:&&|\|\|?|;|&|\S+;|&?\d*(?:>>?|<)&?\S*)\Z")
 _PLACEHOLDER: Final = re.compile(r"\{(" + "|".join(PLACEHOLDERS) + r")\}")
 
 
@@ -57,10 +60,21 @@ class CommandArgs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     def __post_init__(self) -> None:
         if not self.argv():
             raise ValueError("`command` is empty")
+        if isinstance(self.command, str) and (operator := shell_operator(self.command)):
+            raise ValueError(
+                f"`command` is run without a shell, so {operator!r} would be an argument of its program; for a shell "
+                'write ["sh", "-c", "..."]'
+            )
 
     def argv(self) -> tuple[str, ...]:
         """The command line with its placeholders. Raises ValueError for an unbalanced quote."""
         return tuple(shlex.split(self.command)) if isinstance(self.command, str) else self.command
+
+
+def shell_operator(line: str) -> str:
+    """The first word of a line that only a shell would understand, such as `&&`, `|` or `>file`; empty: none."""
+    words = _QUOTED.sub("q", line).split()
+    return next((word for word in words if _OPERATOR.match(word)), "")
 
 
 class CommandLine:

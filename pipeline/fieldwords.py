@@ -78,7 +78,7 @@ def _locate(path: str, raw: Any) -> tuple[str, Any]:
 
 def _suggest(name: str, where: str, kind: type[Struct]) -> str:
     known = _known_fields(kind)
-    here = known.get(where, ())
+    here = known.get(re.sub(r"\[\d+\]", "[]", where), ())
     if near := difflib.get_close_matches(name, here, 1):
         return f"did you mean `{_join(where, near[0])}`?"
     everywhere = {field: _join(path, field) for path, fields in known.items() for field in fields}
@@ -88,12 +88,15 @@ def _suggest(name: str, where: str, kind: type[Struct]) -> str:
 
 
 def _known_fields(kind: type[Struct], path: str = "") -> dict[str, tuple[str, ...]]:
-    """The fields of a struct and of every struct inside it, by path."""
+    """The fields of a struct and of every struct inside it, by path; `[]` stands for any index."""
     found = {path: tuple(field.encode_name for field in structs.fields(kind))}
     for field in structs.fields(kind):
+        here = _join(path, field.encode_name)
         for inner in _inside(field.type):
-            if isinstance(inner, type) and issubclass(inner, Struct):
-                found |= _known_fields(inner, _join(path, field.encode_name))
+            items = [item for arg in get_args(inner) for item in _inside(arg)]
+            for struct, at in ((inner, here), *((item, f"{here}[]") for item in items)):
+                if isinstance(struct, type) and issubclass(struct, Struct):
+                    found |= _known_fields(struct, at)
     return found
 
 

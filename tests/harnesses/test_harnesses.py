@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rollyard.harnesses.command import shell_operator
 from rollyard.harnesses.harness import HARNESSES, AgentContext, Harness, InProcessHarness, Needs, needs_of, open_harness
 from rollyard.schemas.errors import HarnessError, TaskError
 from rollyard.schemas.rollout import AgentResult, Rollout
@@ -60,6 +61,7 @@ def test_every_shipped_harness_opens(name: str) -> None:
         ("command", {}, "missing required field `command`"),
         ("command", {"command": "  "}, "`command` is empty"),
         ("command", {"command": "echo 'a"}, "No closing quotation"),
+        ("command", {"command": "make && run"}, "run without a shell, so '&&' would be an argument"),
         ("command", {"command": []}, "`command` is empty"),
         ("mini_swe_agent", {"step_limit": "x"}, "agent.args.step_limit"),
         ("codex", {"config": 1}, "agent.args.config"),
@@ -159,3 +161,25 @@ def test_an_agent_without_its_bundle_says_how_to_mend_it(name: str) -> None:
     assert needs_of(harness, {}) == Needs(bundle=name)
     with pytest.raises(HarnessError, match=f"rollyard agent bundle {name}"):
         harness.command(replace(context(name), bundle=""))
+
+
+@pytest.mark.parametrize(
+    ("line", "operator"),
+    [
+        ("cd a; ls", "a;"),
+        ("a | b", "|"),
+        ("a || b", "||"),
+        ("a &", "&"),
+        ("a >&2", ">&2"),
+        ("a 2>&1", "2>&1"),
+        ("a <in", "<in"),
+        ("a >> log", ">>"),
+        (r"find . -exec ls {} \;", ""),
+        ("find . -exec ls {} ';'", ""),
+        ("curl http://h/?a=1&b=2", ""),
+        ("""say 'a && b' --m="x ; \\" | y" -> z""", ""),
+        ("sh -c 'a; b > c'", ""),
+    ],
+)
+def test_what_only_a_shell_would_understand(line: str, operator: str) -> None:
+    assert shell_operator(line) == operator

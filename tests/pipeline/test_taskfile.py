@@ -54,6 +54,16 @@ BAD_LINES: list[tuple[str, str | bytes | dict[str, Any], str]] = [
         {"prompt": "a", "harness": "ask"},
         "harness: unknown field; did you mean `agent.harness`?",
     ),
+    (
+        "unknown field in a list",
+        {"prompt": "a", "hooks": [{"hook": "h"}, {"zzz": 1}]},
+        "hooks[1].zzz: unknown field; known here are hook, args, on_failure",
+    ),
+    (
+        "misspelt field in a list",
+        {"prompt": "a", "sandbox": {"setup": [{"timeout": 1}]}},
+        "sandbox.setup[0].timeout: unknown field; did you mean `sandbox.setup[0].timeout_s`?",
+    ),
     ("unknown field", {"prompt": "a", "zzz": 1}, "zzz: unknown field; known here are prompt, id, agent,"),
     ("not an object", "[]", "a task must be an object, is []"),
     ("cut JSON", '{"prompt": "a"', "malformed JSON: Expecting ',' delimiter at column 15; a task is one whole JSON"),
