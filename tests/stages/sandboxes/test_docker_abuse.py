@@ -120,7 +120,9 @@ async def test_a_manager_that_is_killed_leaves_what_can_be_found(backend: Docker
         await manager.wait()
     owned = await backend.list_owned()
     agents = [ref for ref, labels in owned if labels.role == "agent"]
-    assert len(agents) == 1 and {labels.owner for _, labels in owned} == {"worker"}
+    # The engine may give up what it was making for a client that has gone.
+    assert len(agents) == 1 or (not word and not agents)
+    assert {labels.owner for _, labels in owned} <= {"worker"}
     if word:
         sandbox = await backend.open(agents[0])
         command = Command(("sh", "-c", "echo x >>count; exit 6"))
